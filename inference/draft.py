@@ -1,0 +1,101 @@
+"""A draft and whoever proposes it: the contract between the loop and its drafters.
+
+Legend: B batch, K drafted tokens, L tokens read, P prefix, T taps, D width, V the target's vocabulary.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specheads.inference.distribution import Sampler
+from specheads.inference.draws import draw_uniforms, pick
+from specheads.target import TargetModel
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Proposed tokens `ids_BK`, and in `probs_BKV` the very q (over the target's vocabulary) each was drawn from."""
+
+    ids_BK: Tensor
+    probs_BKV: Tensor
+    confidence_BK: Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        return self.ids_BK.shape[1]
+
+    @classmethod
+    def empty(cls, target: TargetModel) -> "Draft":
+        """Nothing proposed: the round is a plain step of the target."""
+        ids_10 = torch.empty(1, 0, dtype=torch.int64, device=target.device)
+        return cls(ids_10, torch.empty(1, 0, target.vocab_size, device=target.device))
+
+
+class Drafter(ABC):
+    """Proposes tokens. One object serves many generations, one after another.
+
+    A generation is `start`, then `observe` and `propose` in turn. Example with prompt [5, 6] and the target's own first
+    token 7: observe([5, 6], next=7); propose gives [8, 9]; the target accepts 8 and says 4 instead of 9: observe([7,
+    8], next=4).
+    """
+
+    name: str
+    kind: str
+    tap_layers: tuple[int, ...] = ()
+    max_draft_length: int | None = None
+
+    @abstractmethod
+    def start(self, target: TargetModel, sampler: Sampler, generator: torch.Generator) -> None:
+        """A new generation: forget all earlier ones.
+
+        Raises:
+            UserError: the drafter cannot draft for this target.
+        """
+
+    @abstractmethod
+    def observe(self, ids_1L: Tensor, taps_1LTD: Tensor | None, next_ids_1: Tensor) -> None:
+        """The target has read `ids_1L` (first the whole prompt), with these states; `next_ids_1` follows them."""
+
+    @abstractmethod
+    def propose(self, limit: int) -> Draft:
+        """At most `limit` tokens to follow `next_ids_1`; may be fewer or none."""
+
+    @property
+    @abstractmethod
+    def memory_bytes(self) -> int:
+        """Bytes needed beside the target."""
+
+
+def draw_chain(
+    logits_1V: Tensor,
+    advance: Callable[[Tensor], Tensor],
+    *,
+    limit: int,
+    prefix_1P: Tensor,
+    sampler: Sampler,
+    generator: torch.Generator,
+) -> Draft:
+    """Draw `limit` tokens one after another from a drafter's logits.
+
+    Args:
+        logits_1V: the drafter's logits of the token behind the prefix, over the target's vocabulary.
+        advance: takes the token drawn, (1,), and gives the logits of the one behind it; not called for the last token.
+        prefix_1P: all tokens before the draft, for processors that look at history.
+    """
+    vocab = logits_1V.shape[-1]
+    uniforms_1K = draw_uniforms(1, limit, generator)
+    ids_1K = prefix_1P[:, :0]
+    probs = []
+    for depth in range(limit):
+        q_1V = sampler.next_probs(prefix_1P, ids_1K, logits_1V)
+        # Processors can rule out every token a drafter knows; the softmax is then not a number, and any q will do.
+        q_1V = q_1V.nan_to_num(nan=1 / vocab)
+        token_1 = pick(q_1V, uniforms_1K[:, depth])
+        ids_1K = torch.cat([ids_1K, token_1[:, None]], dim=1)
+        probs.append(q_1V)
+        if depth + 1 < limit:
+            logits_1V = advance(token_1)
+    return Draft(ids_1K, torch.stack(probs, dim=1))

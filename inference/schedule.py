@@ -1,0 +1,86 @@
+"""How many tokens to draft in the next round. Only past rounds decide: nothing of the draft at hand is looked at."""
+
+from collections import deque
+from statistics import median_low
+from typing import Protocol
+
+from specheads.inference.theory import expected_tokens_by_position
+
+_OPTIMISM = 0.8  # acceptance assumed at a position before anything was seen there
+_FORGETTING = 0.1  # weight of the newest round in the running acceptance
+_MEMORY = 16  # measured rounds kept for each number of drafted tokens
+_FIRST_LENGTHS = (4, 0, 8, 4, 0, 8)  # tried before anything is known; twice, since a first pass often pays for others
+_PROBE_EVERY = 64  # rounds between looks at what the present choice never shows
+
+
+class DraftLength(Protocol):
+    """A rule for the draft length, told about every round after it."""
+
+    def choose(self, limit: int) -> int:
+        """Tokens to draft in the next round, at most `limit`."""
+
+    def record(self, *, drafted: int, overlaps: list[float], seconds: float) -> None:
+        """A round is over: tokens drafted, sum_x min(p, q) at each position it reached, and how long all of it took."""
+
+
+class FixedLength:
+    """Always `length` tokens, as far as there is room for them."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def choose(self, limit: int) -> int:
+        return min(self.length, limit)
+
+    def record(self, *, drafted: int, overlaps: list[float], seconds: float) -> None:
+        """Nothing to learn."""
+
+
+class AutoLength:
+    """The length that gives most tokens a second, by running acceptance and measured cost; 0 is among the choices.
+
+    The cost of drafting n tokens is the time from one read by the host to the next in past rounds that drafted n, so it
+    holds everything a round does. Lengths not tried yet lie on straight lines between those that were.
+    """
+
+    def __init__(self, longest: int) -> None:
+        self.longest = longest
+        self._acceptance: list[float] = []
+        self._seconds: dict[int, deque[float]] = {}
+        self._planned = deque(min(length, longest) for length in _FIRST_LENGTHS)
+        self._rounds = 0
+
+    def choose(self, limit: int) -> int:
+        if not self._planned and self._rounds % _PROBE_EVERY == 0:
+            best = self.best()
+            # The first of two rounds after a pause pays for the pause: the drafter takes in what it left out.
+            start = min(_FIRST_LENGTHS[0], self.longest)
+            self._planned.extend([0, min(2 * best, self.longest)] if best else [start, start])
+        length = self._planned.popleft() if self._planned else self.best()
+        return min(length, limit)
+
+    def record(self, *, drafted: int, overlaps: list[float], seconds: float) -> None:
+        self._rounds += 1
+        self._seconds.setdefault(drafted, deque(maxlen=_MEMORY)).append(seconds)
+        for position, overlap in enumerate(overlaps):
+            if position == len(self._acceptance):
+                self._acceptance.append(_OPTIMISM)
+            self._acceptance[position] += _FORGETTING * (overlap - self._acceptance[position])
+
+    def best(self) -> int:
+        """The length with most expected tokens a second; the shortest among equals."""
+        acceptance = [*self._acceptance, *[(self._acceptance or [_OPTIMISM])[-1]] * self.longest]
+        return max(
+            range(self.longest + 1), key=lambda n: expected_tokens_by_position(acceptance[:n]) / self.round_seconds(n)
+        )
+
+    def round_seconds(self, length: int) -> float:
+        """What a round with `length` drafted tokens takes by past rounds; 1 as long as there are none."""
+        known = sorted((n, median_low(times)) for n, times in self._seconds.items())
+        if len(known) < 2:
+            return known[0][1] if known else 1.0
+        after = next((i for i, (n, _) in enumerate(known) if n >= length), len(known) - 1)
+        (left, at_left), (right, at_right) = known[max(after, 1) - 1], known[max(after, 1)]
+        line = at_left + (at_right - at_left) * (length - left) / (right - left)
+        # A noisy pair can slope downwards; more tokens never take less time than the fewest measured.
+        return max(line, known[0][1])

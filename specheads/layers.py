@@ -1,0 +1,128 @@
+"""The few building blocks that heads share: rotary attention with a drafting and a training side, a norm, a gated MLP.
+
+Shapes: B batch, L length, S keys, D width, H query heads, G key/value heads, W head width.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from specheads.cache import GrowingBuffer
+
+
+class RMSNorm(nn.RMSNorm):
+    """Root-mean-square norm (arXiv 1910.07467), computed in the weight's dtype and given back in the input's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
+
+
+class GatedMLP(nn.Module):
+    """down(SiLU(gate x) * up x), as in Llama."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class RotaryAttention(nn.Module):
+    """Grouped-query attention with rotary positions, `in_width` read and `out_width` written.
+
+    Drafting appends to growing buffers; training attends to the context's keys and, for later steps of the training-time
+    test, to one own key of each step before (`attend_steps`). Both give the same numbers along the same tokens.
+    """
+
+    def __init__(
+        self, in_width: int, out_width: int, *, num_heads: int, num_kv_heads: int, head_dim: int, rope_theta: float
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.rope_theta = rope_theta
+        self.q_proj = nn.Linear(in_width, num_heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(in_width, num_kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(in_width, num_kv_heads * head_dim, bias=False)
+        self.o_proj = nn.Linear(num_heads * head_dim, out_width, bias=False)
+
+    def queries_keys_values(self, x_BLD: Tensor, positions_BL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries (B, H, L, W) and keys, values (B, G, L, W)."""
+        shape = (*x_BLD.shape[:2], -1, self.head_dim)
+        query = self.q_proj(x_BLD).view(shape).transpose(1, 2)
+        key = self.k_proj(x_BLD).view(shape).transpose(1, 2)
+        value = self.v_proj(x_BLD).view(shape).transpose(1, 2)
+        cos, sin = rotary_tables(positions_BL, self.head_dim, self.rope_theta, query.dtype)
+        return rotate(query, cos, sin), rotate(key, cos, sin), value
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """Attention output (B, L, D) of queries (B, H, L, W) over keys (B, G, S, W); `mask` is True where allowed."""
+        groups = self.num_heads // self.num_kv_heads
+        if query.shape[2] == 1 and mask is None:  # one query: fold a group's heads into the length, copy no key
+            folded = query.reshape(query.shape[0], self.num_kv_heads, groups, self.head_dim)
+            out = nn.functional.scaled_dot_product_attention(folded, key, value)
+            return self._merge(out.reshape(query.shape))
+        key, value = _repeat(key, groups), _repeat(value, groups)
+        return self._merge(nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask))
+
+    def attend_steps(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, steps: list[tuple[Tensor, Tensor]]
+    ) -> Tensor:
+        """Attention over the context's keys (masked) and over each row's own key of the `steps` before, itself included.
+
+        Row t sees context keys up to t and, for each step, only the key at row t: what a chain drafted from t has cached.
+        """
+        groups = self.num_heads // self.num_kv_heads
+        key, value = _repeat(key, groups), _repeat(value, groups)
+        own_keys = torch.stack([_repeat(k, groups) for k, _ in steps], dim=3)  # (B, H, L, steps, W)
+        own_values = torch.stack([_repeat(v, groups) for _, v in steps], dim=3)
+        scale = self.head_dim**-0.5
+        context = (query @ key.transpose(-1, -2) * scale).masked_fill(~mask, -torch.inf)
+        own = (own_keys @ query[..., None]).squeeze(-1) * scale
+        weights = torch.cat([context, own], dim=-1).softmax(-1, dtype=torch.promote_types(query.dtype, torch.float32))
+        weights = weights.to(value.dtype)
+        split = key.shape[2]
+        out = weights[..., :split] @ value + (weights[..., None, split:] @ own_values).squeeze(-2)
+        return self._merge(out)
+
+    def _merge(self, out_BHLW: Tensor) -> Tensor:
+        return self.o_proj(out_BHLW.transpose(1, 2).flatten(2))
+
+
+class KeyValueBuffers:
+    """Keys and values of one attention layer of a head while it drafts."""
+
+    def __init__(self) -> None:
+        self.keys, self.values = GrowingBuffer(), GrowingBuffer()
+
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        return self.keys.append(key), self.values.append(value)
+
+    def rollback(self, length: int) -> None:
+        self.keys.length = self.values.length = length
+
+
+def rotary_tables(positions_BL: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (B, 1, L, W) of rotary positions (Su et al., arXiv 2104.09864), halves layout as in Llama."""
+    exponents = torch.arange(0, head_dim, 2, device=positions_BL.device, dtype=torch.float32) / head_dim
+    angles = positions_BL[:, None, :, None].float() * theta**-exponents
+    angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply rotary positions to (B, H, L, W)."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def block_mask(new: int, total: int, device: torch.device) -> Tensor | None:
+    """Causal mask (new, total) for `new` queries at the end of `total` keys; None where nothing is hidden."""
+    if new == 1:
+        return None
+    return torch.ones(new, total, dtype=torch.bool, device=device).tril(total - new)
+
+
+def _repeat(x_BGSW: Tensor, groups: int) -> Tensor:
+    return x_BGSW if groups == 1 else x_BGSW.repeat_interleave(groups, dim=1)
