@@ -1,8 +1,8 @@
 """Plain decoding against every drafter, on the same prompts in one process: records, figures, table, report.
 
-Every prompt is decoded by plain decoding and by each drafter in turn before the next prompt, in an order that rotates, so
-that a machine whose speed drifts is fair to all. Each generation is a line of `records.jsonl` the moment it is done: the
-same command goes on where it was stopped.
+Every prompt is decoded by plain decoding and by each drafter in turn before the next prompt, in an order that rotates,
+so that a machine whose speed drifts is fair to all. Each generation is a line of `records.jsonl` the moment it is done:
+the same command goes on where it was stopped.
 """
 
 import json
@@ -52,8 +52,8 @@ def compare(
     """Decode `prompts` with plain decoding and each drafter; write and return what `results.json` holds.
 
     Raises:
-        UserError: a prompt that cannot be rendered, a drafter that does not fit, an output made with other settings, or a
-            folder that cannot be written.
+        UserError: a prompt that cannot be rendered, a drafter that does not fit, an output made with other settings, or
+            a folder that cannot be written.
     """
     by_name = _named([NoDrafter(), *drafters])
     decoders = {name: settings.decoder(target, drafter) for name, drafter in by_name.items()}
@@ -217,8 +217,8 @@ class _Records:
             raise UserError(f"output {str(folder)!r} cannot be written ({error.strerror}); choose another") from error
         if lines and json.loads(lines[0]) != json.loads(json.dumps(header)):
             raise UserError(
-                f"{folder} holds a comparison with other settings or on another machine; use the same ones to go on, or "
-                "another --output"
+                f"{folder} holds a comparison with other settings or on another machine; use the same ones to go on, "
+                "or another --output"
             )
         for line in lines[1:]:
             values = json.loads(line)

@@ -126,7 +126,10 @@ class SpeculativeDecoder:
         streamer: BaseStreamer | None = None,
         **model_kwargs: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput:
-        """The loop as transformers' `custom_generate`: returns what transformers' own loop does. See `last_result`."""
+        """The loop as transformers' `custom_generate`: returns what transformers' own loop does. See `last_result`.
+
+        Stop strings need `generate` above, or a `StopStringCriteria`: on this way transformers 5.24 loses the tokenizer.
+        """
         arguments = caller_arguments()
         refuse_arguments(arguments | arguments.get("kwargs", {}))
         self.last_result = self._run(
@@ -195,8 +198,9 @@ class SpeculativeDecoder:
 
     def _with_stop_strings(self, kwargs: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
         """Transformers drops the tokenizer where there is a `custom_generate`: make stop strings a criterion here."""
-        config = kwargs.get("generation_config") or self.target.model.generation_config
-        strings = kwargs.get("stop_strings") or config.stop_strings or self.target.model.generation_config.stop_strings
+        defaults = self.target.model.generation_config
+        config = kwargs.get("generation_config") or defaults
+        strings = kwargs.get("stop_strings", config.stop_strings or defaults.stop_strings)
         if not strings:
             return kwargs
         tokenizer = tokenizer or self.target.tokenizer

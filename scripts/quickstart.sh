@@ -87,7 +87,7 @@ fi
 echo "$target" >"$results/.target"
 if [[ -d $target ]]; then export HF_HUB_OFFLINE=1; fi # everything is local from here on
 
-train_options=(--target "$target" --data.train "$results/answers.jsonl")
+train_options=(--target "$target" --data.train "$results/answers.jsonl" --features.cache "$results/features")
 if $fast; then train_options+=(--steps 30); fi
 
 say 3 "the target answers the training prompts"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -43,15 +43,18 @@ def load_head(
 ) -> DraftHead:
     """Load a head from a local folder or a hub name, in eval mode; bind it to its target before use.
 
+    Without `dtype` the head keeps the one that it was saved in.
+
     Raises:
-        UserError: no such head, an unknown head type, a config that does not fit, a tensor that is missing, unknown or of
-            the wrong shape.
+        UserError: no such head, an unknown head type, a config that does not fit, a tensor that is missing, unknown or
+            of the wrong shape.
     """
     folder = find_checkpoint(path_or_repo)
     config = read_config(folder)
-    head_type = get_head_type(config.get("type", ""))
-    head = head_type(parse(head_type.Config, config, str(folder / CONFIG)))
-    head.load_state_dict(_read_tensors(folder / WEIGHTS, head), strict=True)
+    head_type = get_head_type(str(config["type"]))
+    with torch.device("meta"):  # no random numbers are spent on tensors that the file replaces
+        head = head_type(parse(head_type.Config, config, str(folder / CONFIG)))
+    head.load_state_dict(_read_tensors(folder / WEIGHTS, head), strict=True, assign=True)
     return head.to(device=device, dtype=dtype).eval()
 
 
@@ -66,7 +69,7 @@ def find_checkpoint(path_or_repo: str | Path) -> Path:
         return Path(snapshot_download(str(path_or_repo), allow_patterns=[CONFIG, WEIGHTS, PROVENANCE]))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise UserError(
-            f"head {str(path_or_repo)!r} is neither a local folder nor a head on the hub that can be reached; check the name"
+            f"head {str(path_or_repo)!r} is neither a local folder nor a reachable head on the hub; check the name"
         ) from error
 
 
@@ -120,6 +123,8 @@ def _read_tensors(path: Path, head: DraftHead) -> dict[str, torch.Tensor]:
                 f"{path}: tensor {name} has shape {tuple(tensor.shape)}, expected {tuple(expected[name].shape)}; the "
                 "checkpoint does not fit its config"
             )
+        if tensor.is_floating_point() != expected[name].is_floating_point():
+            raise UserError(f"{path}: tensor {name} has dtype {tensor.dtype}; the checkpoint is not this head's")
     return tensors
 
 

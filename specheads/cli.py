@@ -40,8 +40,8 @@ class _Refusal(click.ClickException):
 def main() -> None:
     """Train a small draft head on a frozen language model, and generate with it faster, losslessly.
 
-    First: specheads regenerate (the target answers prompts), specheads train (a head learns from the answers), specheads
-    compare (plain decoding against the head).
+    First: specheads regenerate (the target answers prompts), specheads train (a head learns from the answers),
+    specheads compare (plain decoding against the head).
     """
 
 
@@ -218,9 +218,9 @@ def inspect(head: str) -> None:
     loaded = load_head(folder)
     config, provenance = loaded.config, read_provenance(folder)
     facts = {
-        "type": loaded.type,
-        "target": f"{config.target_name or 'unnamed'} ({config.target.architecture}, {config.target.num_layers} layers, "
-        f"width {config.target.hidden_size}, vocabulary {config.target.vocab_size})",
+        "type": loaded.type_name,
+        "target": f"{config.target_name or 'unnamed'} ({config.target.architecture}, {config.target.num_layers} "
+        f"layers, width {config.target.hidden_size}, vocabulary {config.target.vocab_size})",
         "parameters": f"{sum(p.numel() for p in loaded.parameters()):,}",
         "bytes": f"{loaded.nbytes:,} ({str(loaded.dtype).removeprefix('torch.')})",
         "tap layers": ", ".join(map(str, loaded.tap_layers)) or "none",

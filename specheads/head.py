@@ -16,6 +16,7 @@ Shapes: B batch, L length, T taps, D width, K depths, V target vocabulary, Vd dr
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -71,9 +72,10 @@ class DraftHead(nn.Module, ABC):
     """A drafter trained on a target's hidden states. It borrows the target's embedding and output projection by
     reference; its own tensors are all that its checkpoint holds."""
 
-    type: ClassVar[str]
+    type_name: ClassVar[str]
     Config: ClassVar[type[HeadConfig]]
     draft_vocab_ids: Tensor | None
+    __call__: Callable[..., list[Tensor]]
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
@@ -92,8 +94,13 @@ class DraftHead(nn.Module, ABC):
             UserError: an option that this head does not know, or a value that does not fit.
         """
         defaults = cls.default_options(target)
-        common = {"type": cls.type, "target": target.fingerprint, "target_name": target.model.name_or_path or None}
-        return parse(cls.Config, defaults | options | common, f"head {cls.type}")
+        for name in ("target", "target_name", "format_version"):
+            if name in options:
+                raise UserError(
+                    f"head {cls.type_name}: {name!r} is no option, it follows from the target; leave it out"
+                )
+        common = {"type": cls.type_name, "target": target.fingerprint, "target_name": target.model.name_or_path or None}
+        return parse(cls.Config, defaults | options | common, f"head {cls.type_name}")
 
     @classmethod
     @abstractmethod
@@ -114,9 +121,11 @@ class DraftHead(nn.Module, ABC):
         """Borrow the embedding and output projection of `target`.
 
         Raises:
-            UserError: the head was trained for another target.
+            UserError: the head was trained for another target, or its draft vocabulary is none.
         """
         check_fingerprint(self.config.target, target)
+        if self.draft_vocab_ids is not None:
+            _check_draft_vocabulary(self.draft_vocab_ids, target.vocab_size)
         weight = target.projection.weight.detach()
         rows = weight if self.draft_vocab_ids is None else weight[self.draft_vocab_ids.to(weight.device)]
         self._borrowed = _Borrowed(target, rows)
@@ -234,6 +243,15 @@ class _Borrowed:
 
     target: TargetModel
     projection_rows: Tensor
+
+
+def _check_draft_vocabulary(ids: Tensor, vocab_size: int) -> None:
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab_size or not bool((ids.diff() > 0).all()):
+        raise UserError(
+            f"the head's draft vocabulary reaches from {low} to {high}, expected ascending ids from 0 to "
+            f"{vocab_size - 1}; choose it with set_draft_vocabulary, or load an undamaged checkpoint"
+        )
 
 
 def check_fingerprint(expected: TargetFingerprint, target: TargetModel) -> None:

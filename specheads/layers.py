@@ -32,8 +32,9 @@ class GatedMLP(nn.Module):
 class RotaryAttention(nn.Module):
     """Grouped-query attention with rotary positions, `in_width` read and `out_width` written.
 
-    Drafting appends to growing buffers; training attends to the context's keys and, for later steps of the training-time
-    test, to one own key of each step before (`attend_steps`). Both give the same numbers along the same tokens.
+    Drafting appends to growing buffers; training attends to the context's keys and, for later steps of the
+    training-time test, to one own key of each step before (`attend_steps`). Both give the same numbers along the same
+    tokens.
     """
 
     def __init__(
@@ -69,9 +70,9 @@ class RotaryAttention(nn.Module):
     def attend_steps(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, steps: list[tuple[Tensor, Tensor]]
     ) -> Tensor:
-        """Attention over the context's keys (masked) and over each row's own key of the `steps` before, itself included.
+        """Attention over the context's keys (masked) and over each row's own key of the `steps` so far.
 
-        Row t sees context keys up to t and, for each step, only the key at row t: what a chain drafted from t has cached.
+        Row t sees context keys up to t and, for each step, only the key at row t: what a chain drafted from t cached.
         """
         groups = self.num_heads // self.num_kv_heads
         key, value = _repeat(key, groups), _repeat(value, groups)

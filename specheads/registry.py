@@ -21,7 +21,7 @@ def register_head(name: str) -> "Callable[[type[Head]], type[Head]]":
 
     def register(head: "type[Head]") -> "type[Head]":
         assert name not in _heads, f"two heads are called {name}"
-        head.type = name
+        head.type_name = name
         _heads[name] = head
         return head
 

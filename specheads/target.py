@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
@@ -22,7 +23,7 @@ from specheads.errors import UserError
 
 @dataclass(frozen=True)
 class TargetOutput:
-    """What one target pass gives: `logits_BLV` of the positions kept, `taps_BLTD` of all positions (None if not asked)."""
+    """What one target pass gives: `logits_BLV` of the positions kept, `taps_BLTD` of all (None if not asked)."""
 
     logits_BLV: Tensor
     taps_BLTD: Tensor | None
@@ -45,13 +46,13 @@ class TargetModel:
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.config = model.config.get_text_config(decoder=True)
-        self.embedding: nn.Module = model.get_input_embeddings()
-        self.projection: nn.Module = model.get_output_embeddings()
+        self.embedding: Any = model.get_input_embeddings()
+        self.projection: Any = model.get_output_embeddings()
         if self.projection is None:
             raise UserError(f"{type(model).__name__} has no output projection; expected a causal language model")
-        self._decoder: nn.Module = model.get_decoder()
+        self._decoder: Any = model.get_decoder()
         self._layers = self._find_layers()
-        self._projection_checked = False
+        self._projection_checked = self._packing_checked = False
 
     @classmethod
     def load(
@@ -76,7 +77,7 @@ class TargetModel:
                 trust_remote_code=trust_remote_code,
                 attn_implementation=attn_implementation,
             )
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise UserError(
                 f"target {name!r} cannot be loaded ({reason}); expected a folder written by save_pretrained or a "
@@ -106,12 +107,12 @@ class TargetModel:
     @property
     def hidden_size(self) -> int:
         """Width of the state that the output projection reads."""
-        return self.projection.weight.shape[1]
+        return int(self.projection.weight.shape[1])
 
     @property
     def vocab_size(self) -> int:
         """Rows of the output projection; may be padded beyond the tokenizer."""
-        return self.projection.weight.shape[0]
+        return int(self.projection.weight.shape[0])
 
     @property
     def weight_bytes(self) -> int:
@@ -120,7 +121,7 @@ class TargetModel:
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """What a head must agree on: architecture, sizes, vocabulary and a digest of the tokenizer (None without one)."""
+        """What a head must agree on: architecture, sizes, vocabulary, digest of the tokenizer (None without one)."""
         return {
             "architecture": type(self.model).__name__,
             "hidden_size": self.hidden_size,
@@ -141,7 +142,8 @@ class TargetModel:
         Raises:
             UserError: the target's layers are built otherwise.
         """
-        layer, short = self._layers[index], {}
+        layer: Any = self._layers[index]
+        short: dict[str, Tensor] = {}
         names = {f"self_attn.{n}_proj": n for n in "qkvo"} | {f"mlp.{n}_proj": n for n in ("gate", "up", "down")}
         names |= {"input_layernorm": "input_norm", "post_attention_layernorm": "mlp_norm"}
         try:
@@ -177,7 +179,11 @@ class TargetModel:
 
         Returns:
             logits (batch, kept, vocab) and taps (batch, length, len(taps), width).
+
+        Raises:
+            UserError: a tap that does not exist, or a model that keeps its state elsewhere than in the cache.
         """
+        before = cache.get_seq_length() if cache is not None else 0
         with self._tapping(taps) as tapped:
             output = self.model(
                 input_ids=ids_BL,
@@ -186,6 +192,11 @@ class TargetModel:
                 position_ids=position_ids,
                 use_cache=cache is not None,
                 logits_to_keep=logits_to_keep,
+            )
+        if cache is not None and cache.get_seq_length() != before + ids_BL.shape[1]:
+            raise UserError(
+                f"{type(self.model).__name__} does not keep its state in the cache that it is given, so nothing can be "
+                "rolled back; choose another target"
             )
         return TargetOutput(output.logits, _stack(tapped, taps))
 
@@ -201,8 +212,13 @@ class TargetModel:
         """Hidden states without logits or cache: taps (batch, length, taps, width) and the last (batch, length, width).
 
         Rows may hold several documents when `position_ids` restart at 0 in each: without an attention mask transformers
-        then keeps their attention apart.
+        then keeps their attention apart. The first such call checks that this model does.
+
+        Raises:
+            UserError: a tap that does not exist, or a model that lets the documents of a row see each other.
         """
+        if position_ids is not None and attention_mask is None and not self._packing_checked:
+            self._check_packing()
         final = self.num_layers
         with self._tapping([*taps, final]) as tapped:
             self._decoder(input_ids=ids_BL, attention_mask=attention_mask, position_ids=position_ids, use_cache=False)
@@ -247,14 +263,28 @@ class TargetModel:
             )
         self._projection_checked = True
 
+    def _check_packing(self) -> None:
+        """Two rows that differ only in their first document must agree in the second."""
+        self._packing_checked = True  # for the call below
+        ids_BL = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 4, 5]], device=self.device) % self.vocab_size
+        positions_BL = torch.tensor([[0, 1, 2, 0, 1]], device=self.device).expand_as(ids_BL)
+        one_LD, other_LD = self.states(ids_BL, position_ids=positions_BL)[1][:, 3:].float()
+        self._packing_checked = bool((one_LD - other_LD).abs().mean() <= 1e-3 * one_LD.abs().mean())
+        if not self._packing_checked:
+            raise UserError(
+                f"{type(self.model).__name__} does not keep the documents of a packed row apart (its attention ignores "
+                "positions that restart at 0); a head cannot be trained on it"
+            )
+
     @contextmanager
     def _tapping(self, taps: Sequence[int]) -> Iterator[dict[int, Tensor]]:
         """Keep the tapped states of the passes inside: hooks stand only as long as the block runs."""
         tapped: dict[int, Tensor] = {}
         handles = []
-        for tap in set(taps):
+        for tap in taps:
             if not 0 <= tap <= self.num_layers:
                 raise UserError(f"tap layer {tap} does not exist; expected 0 to {self.num_layers} for this target")
+        for tap in set(taps):
             if tap == self.num_layers:
 
                 def keep_output(module: nn.Module, args: Any, output: Any, tap: int = tap) -> None:
@@ -282,7 +312,7 @@ class TargetModel:
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Sixteen hex digits of a tokenizer's vocabulary: equal for tokenizers that give the same ids to the same tokens."""
+    """Sixteen hex digits of a tokenizer's vocabulary: equal where the same ids mean the same tokens."""
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=True)
     return hashlib.sha256(vocabulary.encode()).hexdigest()[:16]
 

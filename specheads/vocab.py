@@ -25,12 +25,3 @@ def choose_draft_vocabulary(counts_V: Tensor, size: int) -> Tensor:
 def coverage(counts_V: Tensor, ids: Tensor) -> float:
     """Share of the counted tokens that `ids` hold: an upper bound of alpha."""
     return float(counts_V[ids].sum() / counts_V.sum().clamp(min=1))
-
-
-def scatter_logits(logits: Tensor, ids: Tensor | None, vocab_size: int) -> Tensor:
-    """Draft logits (..., Vd) as logits of the whole vocabulary (..., V), minus infinity outside the draft vocabulary."""
-    if ids is None:
-        return logits
-    full = logits.new_full((*logits.shape[:-1], vocab_size), -torch.inf)
-    full[..., ids] = logits
-    return full

@@ -13,8 +13,8 @@ from specheads.train.losses import get_loss
 
 
 class DataConfig(Strict):
-    """train: a JSON Lines file or a `datasets` source (see train/data.py); validation: another one, or `validation_share`
-    of the documents; row_length: tokens in a packed row, longer documents are cut."""
+    """train: a JSON Lines file or a `datasets` source (see train/data.py); validation: another one, or
+    `validation_share` of the documents; row_length: tokens in a packed row, longer documents are cut."""
 
     train: str
     validation: str | None = None

@@ -1,7 +1,7 @@
 """How well a head drafts, measured on held-back answers: alpha by depth and the tokens that a round would emit.
 
-Teacher-forced: at each counted position of the target's own answers, alpha_k = sum_x min(p, q) at depth k, along the true
-tokens. Expected tokens = 1 + sum_k prod_{j<=k} alpha_j, the bonus token included (arXiv 2211.17192, section 3).
+Teacher-forced: at each counted position of the target's own answers, alpha_k = sum_x min(p, q) at depth k, along the
+true tokens. Expected tokens = 1 + sum_k prod_{j<=k} alpha_j, the bonus token included (arXiv 2211.17192, section 3).
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """The target's hidden states for packed rows: computed in process, or kept on disk.
 
-On disk stand safetensors shards of `rows_per_shard` rows and a manifest. They hold tapped states, the final state and two
-numbers a position (logsumexp and argmax of the target's logits, so that a small draft vocabulary needs only its own rows
-of the projection), never logits. A build that was interrupted goes on with the first missing shard.
+On disk stand safetensors shards of `rows_per_shard` rows and a manifest. They hold tapped states, the final state and
+two numbers a position (logsumexp and argmax of the target's logits, so that a small draft vocabulary needs only its own
+rows of the projection), never logits. A build that was interrupted goes on with the first missing shard.
 
 Legend: R rows, B rows of a batch, L row length, T taps, D width.
 """
@@ -12,8 +12,10 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -27,11 +29,12 @@ from specheads.train.losses import teacher_summary
 from specheads.train.packing import PackedRows
 
 MANIFEST = "manifest.json"
+RowIndices: TypeAlias = Sequence[int] | npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class FeatureBatch:
-    """Inputs of a training forward; beside them, when known, the target's logsumexp and argmax at each position (B, L)."""
+    """Inputs of a training forward and, when known, the target's logsumexp and argmax at each position (B, L)."""
 
     inputs: HeadInputs
     logsumexp_BL: Tensor | None = None
@@ -43,7 +46,7 @@ class Features(Protocol):
 
     rows: PackedRows
 
-    def batch(self, rows: Sequence[int]) -> FeatureBatch: ...
+    def batch(self, rows: RowIndices) -> FeatureBatch: ...
 
 
 class LiveFeatures:
@@ -52,7 +55,7 @@ class LiveFeatures:
     def __init__(self, target: TargetModel, rows: PackedRows, taps: Sequence[int]) -> None:
         self.target, self.rows, self.taps = target, rows, taps
 
-    def batch(self, rows: Sequence[int]) -> FeatureBatch:
+    def batch(self, rows: RowIndices) -> FeatureBatch:
         tokens = {name: tensor.to(self.target.device) for name, tensor in self.rows.tensors(rows).items()}
         taps_BLTD, last_BLD = self.target.states(
             tokens["ids_BL"], position_ids=tokens["position_ids_BL"], taps=self.taps
@@ -103,7 +106,7 @@ class CachedFeatures:
         for shard in tqdm(missing, unit="shard", desc="features"):
             self._write(shard)
 
-    def batch(self, rows: Sequence[int]) -> FeatureBatch:
+    def batch(self, rows: RowIndices) -> FeatureBatch:
         stored = [self._row(int(row)) for row in rows]
         last_BLD = torch.stack([row["last"] for row in stored])
         by_tap = {tap: torch.stack([row["taps"][:, i] for row in stored]) for i, tap in enumerate(self.stored_taps)}
@@ -167,8 +170,8 @@ class CachedFeatures:
         for key, value in self._manifest.items():
             if found.get(key) != value:
                 raise UserError(
-                    f"feature cache {str(self.folder)!r} has {key} {found.get(key)!r}, this run needs {value!r}; delete "
-                    "it or choose another folder"
+                    f"feature cache {str(self.folder)!r} has {key} {found.get(key)!r}, this run needs {value!r}; "
+                    "delete it or choose another folder"
                 )
 
 

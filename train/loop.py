@@ -1,4 +1,4 @@
-"""THE training loop: features -> draft logits -> loss -> step. Accelerate stands in plain sight; only the head is prepared.
+"""THE training loop: features -> draft logits -> loss -> step. Accelerate in plain sight; only the head is prepared.
 
 The order of the data is a function of seed and step, and everything else that changes is in a checkpoint, so a run that
 was killed goes on from its last checkpoint and ends, on one CPU, with the same loss to the last digit.
@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -152,12 +153,18 @@ def train(config: TrainConfig) -> TrainResult | None:
 def _load_data(config: TrainConfig, target: TargetModel) -> tuple[list[Example], list[Example]]:
     """(training examples, validation examples), with a report of what will be trained on."""
     data = config.data
-    options = {"raw": data.raw, "dataset_split": data.dataset_split, "dataset_config": data.dataset_config}
-    corpus = load_examples(data.train, target.tokenizer, max_length=data.row_length, limit=data.limit, **options)
+    load = partial(
+        load_examples,
+        tokenizer=target.tokenizer,
+        max_length=data.row_length,
+        raw=data.raw,
+        dataset_split=data.dataset_split,
+        dataset_config=data.dataset_config,
+    )
+    corpus = load(data.train, limit=data.limit)
     tqdm.write(describe(corpus.examples, target.tokenizer, dropped=corpus.dropped))
     if data.validation is not None:
-        held_back = load_examples(data.validation, target.tokenizer, max_length=data.row_length, **options)
-        return corpus.examples, held_back.examples
+        return corpus.examples, load(data.validation).examples
     return split(corpus.examples, data.validation_share, config.seed)
 
 
@@ -172,11 +179,11 @@ def _make_head(config: TrainConfig, target: TargetModel, examples: list[Example]
         tqdm.write(f"draft vocabulary: {len(ids)} tokens cover {coverage(counts, ids):.1%} of the answers")
     if head.max_draft_length is not None and config.loss.depth > head.max_draft_length:
         raise UserError(
-            f"loss.depth is {config.loss.depth}, head {head.type} drafts at most {head.max_draft_length}; lower it"
+            f"loss.depth is {config.loss.depth}, head {head.type_name} drafts at most {head.max_draft_length}; lower it"
         )
     head.bind(target).initialise(target)
     size = sum(parameter.numel() for parameter in head.parameters())
-    tqdm.write(f"head {head.type}: {size / 1e6:.2f} M parameters, {head.memory_bytes / 1e6:.1f} MB in float32")
+    tqdm.write(f"head {head.type_name}: {size / 1e6:.2f} M parameters, {head.memory_bytes / 1e6:.1f} MB in float32")
     return head
 
 
@@ -194,7 +201,7 @@ def _features(
 def _counts_of_all_ranks(
     step: TrainingStep, rows: PackedRows, batches: RowBatches, done: int, config: TrainConfig, processes: int
 ) -> list[int]:
-    """Counted positions by depth in everything that this optimiser step reads, on all ranks: each rank knows the order."""
+    """Counted positions by depth in all that this step reads, on all ranks: each rank knows the order of the data."""
     chosen: list[int] = []
     for part in range(config.accumulation):
         for rank in range(processes):
@@ -213,7 +220,7 @@ def _synchronise(accelerator: Accelerator, model: torch.nn.Module, last: bool) -
 
 @contextmanager
 def _stop_signals() -> Iterator[list[int]]:
-    """A list that SIGINT and SIGTERM append to: the loop ends its step, saves and stops. A second signal is not held."""
+    """A list that SIGINT and SIGTERM append to: the loop ends its step, saves and stops. A second one is not held."""
     received: list[int] = []
 
     def note(number: int, frame: object) -> None:

@@ -174,6 +174,11 @@ def teacher_summary(teacher_hidden_ND: Tensor, teacher: Projection, *, chunk: in
 
 def feature_loss(hidden_ND: Tensor, teacher_hidden_ND: Tensor) -> Tensor:
     """Sum over positions of |h - t|^2 / |t|^2, in float32 or better: 0 is a copy, 1 is what h = 0 gets."""
+    if hidden_ND.shape[-1] != teacher_hidden_ND.shape[-1]:
+        raise UserError(
+            f"loss.feature_weight compares the head's states, {hidden_ND.shape[-1]} wide, with the target's, "
+            f"{teacher_hidden_ND.shape[-1]} wide; set it to 0 for this head"
+        )
     h_ND, t_ND = _wide(hidden_ND), _wide(teacher_hidden_ND).detach()
     scale_N = t_ND.square().sum(-1).clamp(min=torch.finfo(t_ND.dtype).tiny)
     return ((h_ND - t_ND).square().sum(-1) / scale_N).sum()

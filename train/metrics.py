@@ -7,8 +7,8 @@ from typing import Any
 
 
 class MetricsFile:
-    """Appends objects; entries after step `up_to` (of a run that was killed later than its last checkpoint) are dropped,
-    and a line that was cut short with them."""
+    """Appends objects; entries after step `up_to` (of a run that was killed later than its last checkpoint) are
+    dropped, and a line that was cut short with them."""
 
     def __init__(self, path: Path, up_to: int) -> None:
         self.path = path

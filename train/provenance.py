@@ -41,8 +41,8 @@ def check_same_run(path: Path, provenance: dict[str, Any]) -> None:
     for name, value in provenance["config"].items():
         if name not in MAY_CHANGE and before["config"].get(name) != value:
             raise UserError(
-                f"{path.parent} holds a run with {name} {before['config'].get(name)!r}, now it is {value!r}; go on with "
-                "the same settings or choose another output_dir"
+                f"{path.parent} holds a run with {name} {before['config'].get(name)!r}, now it is {value!r}; go on "
+                "with the same settings or choose another output_dir"
             )
     if before["data"] != provenance["data"]:
         raise UserError(f"{path.parent} holds a run on other training data; choose another output_dir")

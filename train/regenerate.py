@@ -1,8 +1,8 @@
 """Let the target answer prompts itself: the training data that a draft head learns most from.
 
 Answers are made in batches of left-padded prompts over preallocated key/value storage; rows leave their batch as they
-finish. Each answer is appended to the output as one JSON line the moment its batch is done, so a killed run loses at most
-one batch, and the same command goes on where it stopped.
+finish. Each answer is appended to the output as one JSON line the moment its batch is done, so a killed run loses at
+most one batch, and the same command goes on where it stopped.
 """
 
 import hashlib
@@ -81,7 +81,7 @@ def regenerate(
         tokens = 0
         for batch in batches:
             for prompt, response_ids, finished in answer_batch(target, batch, settings):
-                record = {"id": prompt.id, "category": prompt.category, "messages": prompt.messages}
+                record: dict[str, Any] = {"id": prompt.id, "category": prompt.category, "messages": prompt.messages}
                 if settings.raw:
                     record["prompt"] = prompt.raw
                 record |= {"response_ids": response_ids, "finished": finished}
@@ -100,8 +100,8 @@ def answer_batch(
 ) -> Iterator[tuple[Prompt, list[int], bool]]:
     """Yield (prompt, response ids, finished) for a batch of (prompt, token ids).
 
-    Every answer has random numbers of its own, drawn from the seed and the prompt's id, so that an answer does not depend
-    on which batch its prompt fell into, up to the rounding of the batched pass.
+    Every answer has random numbers of its own, drawn from the seed and the prompt's id, so that an answer does not
+    depend on which batch its prompt fell into, up to the rounding of the batched pass.
     """
     device, longest = target.device, max(len(ids) for _, ids in batch)
     ids_BL = torch.zeros(len(batch), longest, dtype=torch.long)

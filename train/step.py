@@ -6,6 +6,7 @@ gathered before anything is projected to the vocabulary. Legend: N counted posit
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +14,8 @@ from torch import Tensor, nn
 from specheads.head import DraftHead, shift_left
 from specheads.train.config import LossConfig
 from specheads.train.features import FeatureBatch
-from specheads.train.packing import PackedRows
 from specheads.train.losses import depth_weights, draft_loss, feature_loss
+from specheads.train.packing import PackedRows
 
 
 def counted_rows(loss_mask_BL: Tensor, document_BL: Tensor, depth: int) -> Tensor:
@@ -63,7 +64,7 @@ class TrainingStep(nn.Module):
             hidden_ND, teacher_ND = hidden_BLD[row_N, place_N], inputs.last_hidden_BLD[teacher_N]
             part = draft_loss(
                 hidden_ND,
-                lambda hidden, depth=depth: head.project(hidden, depth),
+                partial(head.project, depth=depth),
                 teacher_hidden_ND=teacher_ND,
                 teacher=head.target.logits,
                 labels_N=inputs.ids_BL[row_N, place_N + depth + 1],

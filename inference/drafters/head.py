@@ -27,7 +27,7 @@ class HeadDrafter(Drafter):
 
     def __init__(self, head: DraftHead) -> None:
         self.head = head
-        self.name = head.type
+        self.name = head.type_name
         self.tap_layers = head.tap_layers
         self.max_draft_length = head.max_draft_length
 
@@ -42,7 +42,8 @@ class HeadDrafter(Drafter):
         self._pending: list[tuple[Tensor, Tensor]] = []
 
     def observe(self, ids_1L: Tensor, taps_1LTD: Tensor | None, next_ids_1: Tensor) -> None:
-        assert taps_1LTD is not None, "the session taps what tap_layers names"
+        if taps_1LTD is None:  # a head that reads only tokens
+            taps_1LTD = torch.empty(*ids_1L.shape, 0, 0, device=ids_1L.device)
         self._read_1L = torch.cat([self._read_1L, ids_1L], dim=1)
         self._pending.append((ids_1L, taps_1LTD))
         self._next_ids_1 = next_ids_1

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
-from transformers import AutoModelForCausalLM, CONFIG_MAPPING, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from specheads.cache import PreallocatedCache
-from specheads.config import HeadConfig
+from specheads.config import HeadConfig, nearest
 from specheads.errors import UserError
 from specheads.head import DraftHead, HeadInputs, shift_left
 from specheads.registry import register_head
@@ -31,10 +32,10 @@ class DraftModelConfig(HeadConfig):
     overrides: fields of that configuration to change, such as hidden_size; not with start_from "target".
     """
 
-    num_layers: int = 2
+    num_layers: int = Field(default=2, ge=1)
     start_from: Literal["random", "target"] = "target"
     model: dict[str, Any]
-    overrides: dict[str, Any] = {}
+    overrides: dict[str, Any] = Field(default_factory=dict)
 
 
 @register_head("draft_model")
@@ -50,6 +51,13 @@ class DraftModelHead(DraftHead):
             raise UserError("head draft_model is a whole model: leave out draft_vocab_size and tap_layers")
         if config.start_from == "target" and config.overrides:
             raise UserError(f"head draft_model: overrides {config.overrides} need start_from random, got target")
+        if config.num_layers > config.target.num_layers:
+            raise UserError(
+                f"head draft_model: num_layers is {config.num_layers}, the target itself has "
+                f"{config.target.num_layers}; use fewer"
+            )
+        for key in config.overrides.keys() - config.model.keys():
+            raise UserError(f"head draft_model: overrides have unknown key {key!r}{nearest(key, list(config.model))}")
         self.model: PreTrainedModel = AutoModelForCausalLM.from_config(_small_config(config))
 
     @classmethod

@@ -1,9 +1,9 @@
 """EAGLE-3: one or a few decoder layers over fused states of several target layers (arXiv 2503.01840).
 
-Step 0 at position t reads [embedding of token t+1; fused states of token t] and its output predicts token t+2 (depth 1).
-Step i reads the embedding of token t+1+i and, in place of the fused states, the output of step i-1: in training too (the
-paper's *training-time test*), with the true tokens. Its rotary position is t+i. It attends to the step-0 keys up to t and
-to its own row's keys of steps 1..i.
+Step 0 at position t reads [embedding of token t+1; fused states of token t]; its output predicts token t+2 (depth 1).
+Step i reads the embedding of token t+1+i and, in place of the fused states, the output of step i-1: in training too
+(the paper's *training-time test*), with the true tokens. Its rotary position is t+i. It attends to the step-0 keys up
+to t and to its own row's keys of steps 1..i.
 
     known: state of token 7, token 8       step 0: E(8), states(7)  -> depth 1, token 9
     drafted token 9                        step 1: E(9), output 0   -> depth 2, token 10
@@ -60,6 +60,17 @@ class Eagle3Head(DraftHead):
         width, taps = config.hidden_size, len(config.tap_layers)
         if taps == 0:
             raise UserError("head eagle3: tap_layers is empty, expected at least one tapped layer")
+        if width != config.target.hidden_size:
+            raise UserError(
+                f"head eagle3: hidden_size is {width}, the target's is {config.target.hidden_size}; leave it out"
+            )
+        if config.num_heads % config.num_kv_heads:
+            raise UserError(
+                f"head eagle3: num_heads is {config.num_heads}, expected a multiple of num_kv_heads "
+                f"{config.num_kv_heads}"
+            )
+        if config.head_dim % 2:
+            raise UserError(f"head eagle3: head_dim is {config.head_dim}, expected an even number (rotary positions)")
         self.tap_norms = nn.ModuleList(
             RMSNorm(width, eps=config.norm_eps) for _ in range(taps if config.norm_taps else 0)
         )
@@ -152,7 +163,7 @@ class Eagle3Head(DraftHead):
 
 
 class _State:
-    """While drafting: keys and values by layer, how many belong to the context, the last output, depths drafted since."""
+    """While drafting: keys and values by layer, how many belong to the context, the last output, depths drafted."""
 
     def __init__(self, buffers: list[KeyValueBuffers]) -> None:
         self.buffers = buffers
@@ -212,7 +223,7 @@ class _Layer(nn.Module):
 
     @torch.no_grad()
     def copy_from(self, weights: dict[str, Tensor]) -> None:
-        """Start as a copy of a Llama layer; the half of queries, keys and values that reads the embedding starts at 0."""
+        """Start as a copy of a Llama layer; what reads the embedding (half of queries, keys, values) starts at 0."""
         pairs = {
             "q": self.attention.q_proj,
             "k": self.attention.k_proj,
@@ -225,13 +236,14 @@ class _Layer(nn.Module):
             "mlp_norm": self.mlp_norm,
         }
         for name, module in pairs.items():
-            weight, source = module.weight, weights[name]
+            weight: Tensor = module.weight  # type: ignore[assignment]
+            source = weights[name]
             if self.first and name in ("q", "k", "v"):
                 weight.zero_()
                 weight = weight[:, -source.shape[1] :]
             if weight.shape != source.shape:
                 raise UserError(
-                    f"head eagle3: start_from target needs the target's sizes, {name} is {tuple(weight.shape)} here and "
-                    f"{tuple(source.shape)} there; leave the sizes to their defaults or use start_from random"
+                    f"head eagle3: start_from target needs the target's sizes, {name} is {tuple(weight.shape)} here "
+                    f"and {tuple(source.shape)} there; leave the sizes to their defaults or use start_from random"
                 )
             weight.copy_(source)

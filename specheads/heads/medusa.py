@@ -1,7 +1,7 @@
 """Medusa: parallel heads on the target's last hidden state (arXiv 2401.10774).
 
-The head for depth k = 1..num_heads maps the final state after token t straight to token t+1+k; in the paper's count from 0
-head i predicts token t+2+i, which is depth i+1. No head sees the tokens drafted before it.
+The head for depth k = 1..num_heads maps the final state after token t straight to token t+1+k; in the paper's count
+from 0 head i predicts token t+2+i, which is depth i+1. No head sees the tokens drafted before it.
 
     known: state of token 7, token 8       head 1 -> depth 1, token 9     head 2 -> depth 2, token 10
 """
@@ -46,6 +46,10 @@ class MedusaHead(DraftHead):
         if len(config.tap_layers) != 1:
             raise UserError(f"head medusa: tap_layers is {list(config.tap_layers)}, expected exactly one layer")
         width, tokens, depths = config.hidden_size, config.num_draft_tokens, range(config.num_heads)
+        if width != config.target.hidden_size:
+            raise UserError(
+                f"head medusa: hidden_size is {width}, the target's is {config.target.hidden_size}; leave it out"
+            )
         self.blocks = nn.ModuleList(
             nn.Sequential(*(_ResidualBlock(width) for _ in range(config.num_blocks))) for _ in depths
         )

@@ -3,12 +3,13 @@
 import random
 
 import pytest
+
 from specheads.inference.schedule import AutoLength, FixedLength
 from specheads.inference.theory import best_draft_length, expected_tokens
 
 
 def simulate(schedule: AutoLength, alpha: float, c: float, rho: float, rounds: int, seed: int = 0) -> list[int]:
-    """Chosen lengths on a machine with draft cost c and verify cost 1 + rho (n - 1), times with noise and rare hiccups."""
+    """Lengths chosen on a machine with draft cost c and verify cost 1 + rho (n - 1); noisy times, rare hiccups."""
     rng = random.Random(seed)
     chosen = []
     for _ in range(rounds):

@@ -1,4 +1,5 @@
 import pytest
+
 from specheads.inference.stats import RoundTimes, Stats
 
 TIMES = RoundTimes(total=1.0, draft=0.25, target=0.5)

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+
 from specheads.errors import UserError
 from specheads.inference import theory
 

@@ -1,7 +1,8 @@
 """Verification, exactly: the verifier is run in every cell of its own randomness, and the law it emits is compared.
 
-All probabilities are quarters, so every threshold that a uniform can meet (p/q, partial sums of p, of the residual) is a
-multiple of 1/12. With uniforms at the midpoints of the twelfths each cell is met once, and counting cells *is* the law.
+All probabilities are quarters, so every threshold that a uniform can meet (p/q, partial sums of p, of the residual) is
+a multiple of 1/12. With uniforms at the midpoints of the twelfths each cell is met once, and counting cells *is* the
+law.
 """
 
 import itertools
@@ -12,11 +13,12 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+
 from specheads.errors import UserError
 from specheads.inference import verify
 from specheads.inference.draws import pick
 from specheads.inference.verify import Verdict, decide_chain, overlap, verify_chain
-from torch import Tensor
 
 CELLS = 12
 Prefix = tuple[int, ...]
@@ -44,8 +46,8 @@ def constant_table(distribution: list[Fraction], depth: int) -> Table:
 def walked_law(p: Table, q: Table, lengths: list[int], verifier: Verifier = decide_chain) -> Law:
     """The law of what one round emits: all drafts by their probability, all cells of the uniforms.
 
-    `lengths` are the draft lengths in the batch; shorter drafts end in -1. Each row starts anew, so all lengths must give
-    the same target law, and the mean over them is returned.
+    `lengths` are the draft lengths in the batch; shorter drafts end in -1. Each row starts anew, so all lengths must
+    give the same target law, and the mean over them is returned.
     """
     vocab, gamma = len(p[()]), max(lengths)
     law: Law = defaultdict(float)
