@@ -128,7 +128,7 @@ class SpeculativeDecoder:
     ) -> Tensor | GenerateDecoderOnlyOutput:
         """The loop as transformers' `custom_generate`: returns what transformers' own loop does. See `last_result`.
 
-        Stop strings need `generate` above, or a `StopStringCriteria`: on this way transformers 5.24 loses the tokenizer.
+        Stop strings need `generate` above or a `StopStringCriteria`: here transformers 5.24 loses the tokenizer.
         """
         arguments = caller_arguments()
         refuse_arguments(arguments | arguments.get("kwargs", {}))

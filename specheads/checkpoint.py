@@ -32,10 +32,9 @@ def save_head(head: DraftHead, directory: Path, provenance: dict[str, Any] | Non
         _write_whole(directory / WEIGHTS, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
         _write_json(directory / PROVENANCE, provenance or {})
         _write_json(directory / CONFIG, head.config.model_dump(mode="json"))
-    except OSError as error:
-        raise UserError(
-            f"head cannot be written to {str(directory)!r} ({error.strerror}); choose another place"
-        ) from error
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"head cannot be written to {str(directory)!r} ({reason}); choose another place") from error
 
 
 def load_head(
@@ -94,7 +93,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 def read_provenance(folder: Path) -> dict[str, Any]:
     """Where a head came from, as `specheads train` noted it; empty when nothing was noted."""
     path = folder / PROVENANCE
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{path} cannot be read ({error}); mend it or delete it") from error
 
 
 def push_head(head: DraftHead, repo_id: str, *, private: bool | None = None, token: str | None = None) -> str:

@@ -56,14 +56,22 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
     """Read a prompts file, or its first `limit` prompts.
 
     Raises:
-        UserError: what `read_json_lines` and `parse_prompt` refuse, a file without prompts, a limit below 1.
+        UserError: what `read_json_lines` and `parse_prompt` refuse, an id that occurs twice (answers are told apart by
+            it), a file without prompts, a limit below 1.
     """
     if limit is not None and limit < 1:
         raise UserError(f"limit is {limit}, expected at least 1 prompt")
-    prompts = [
-        parse_prompt(record, number=number, where=f"{path}, line {number}")
-        for number, record in islice(read_json_lines(path), limit)
-    ]
+    prompts: list[Prompt] = []
+    lines: dict[str, int] = {}
+    for number, record in islice(read_json_lines(path), limit):
+        prompt = parse_prompt(record, number=number, where=f"{path}, line {number}")
+        if prompt.id in lines:
+            raise UserError(
+                f"{path}, line {number}: id {prompt.id!r} is already that of line {lines[prompt.id]}; give every prompt "
+                "an id of its own, or none an id"
+            )
+        lines[prompt.id] = number
+        prompts.append(prompt)
     if not prompts:
         raise UserError(f"{path} holds no prompt; expected one JSON object a line with turns, prompt or messages")
     return prompts

@@ -52,8 +52,10 @@ class LossConfig(Strict):
 
 
 class OptimizerConfig(Strict):
-    """AdamW. warmup_share: share of the steps in which the learning rate rises; clip_norm: largest gradient norm."""
+    """name: "adamw", or "muon" for the matrices with AdamW for the rest; warmup_share: share of the steps in which the
+    learning rate rises; clip_norm: largest gradient norm."""
 
+    name: Literal["adamw", "muon"] = "adamw"
     learning_rate: float = Field(default=1e-3, gt=0)
     schedule: Literal["cosine", "linear", "constant_with_warmup"] = "cosine"
     warmup_share: float = Field(default=0.04, ge=0, lt=1)

@@ -7,6 +7,7 @@ rows of the projection), never logits. A build that was interrupted goes on with
 Legend: R rows, B rows of a batch, L row length, T taps, D width.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Sequence
@@ -81,6 +82,7 @@ class CachedFeatures:
             "row_length": rows.ids_RL.shape[1],
             "rows_per_shard": rows_per_shard,
             "data": digest,
+            "packing": _packing_digest(rows),
         }
         self._open_shards: dict[int, Any] = {}
 
@@ -147,32 +149,48 @@ class CachedFeatures:
     def _find_stored_taps(self) -> tuple[int, ...]:
         """Those that the folder already holds, when they are enough; else the head's. The final state is kept once."""
         needed = tuple(tap for tap in self.taps if tap != self.target.num_layers)
-        path = self.folder / MANIFEST
-        if path.exists():
-            stored = tuple(json.loads(path.read_text(encoding="utf-8")).get("taps", ()))
-            return stored if set(needed) <= set(stored) else needed
-        return needed
+        found = self._read_manifest()
+        stored = needed if found is None else tuple(found.get("taps", ()))
+        return stored if set(needed) <= set(stored) else needed
 
     def _path(self, shard: int) -> Path:
         return self.folder / f"shard-{shard:05d}.safetensors"
 
-    def _check_manifest(self) -> None:
+    def _read_manifest(self) -> dict[str, Any] | None:
         path = self.folder / MANIFEST
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            if not path.exists():
-                path.write_text(json.dumps(self._manifest, indent=2) + "\n", encoding="utf-8")
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"feature cache {str(self.folder)!r} cannot be used ({error}); choose another folder"
-            ) from error
+            return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+        except (OSError, ValueError, TypeError) as error:
+            raise self._unusable(error) from error
+
+    def _unusable(self, error: Exception) -> UserError:
+        return UserError(f"feature cache {str(self.folder)!r} cannot be used ({error}); choose another folder")
+
+    def _check_manifest(self) -> None:
+        found = self._read_manifest()
+        if found is None:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                partial = self.folder / (MANIFEST + ".partial")
+                partial.write_text(json.dumps(self._manifest, indent=2) + "\n", encoding="utf-8")
+                os.replace(partial, self.folder / MANIFEST)
+            except OSError as error:
+                raise self._unusable(error) from error
+            return
         for key, value in self._manifest.items():
             if found.get(key) != value:
                 raise UserError(
                     f"feature cache {str(self.folder)!r} has {key} {found.get(key)!r}, this run needs {value!r}; "
                     "delete it or choose another folder"
                 )
+
+
+def _packing_digest(rows: PackedRows) -> str:
+    """SHA-256 (hexadecimal) of what stands where: the same data packed with another seed makes other rows."""
+    hasher = hashlib.sha256()
+    for array in (rows.ids_RL, rows.position_ids_RL, rows.loss_mask_RL):
+        hasher.update(np.ascontiguousarray(array).tobytes())
+    return hasher.hexdigest()
 
 
 def _summary_where_needed(target: TargetModel, last_LD: Tensor, loss_mask_L: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from tqdm import tqdm
-from transformers import get_scheduler
 
 from specheads.errors import UserError
 from specheads.head import DraftHead
@@ -28,6 +27,7 @@ from specheads.train.data import Example, describe, digest, load_examples, split
 from specheads.train.evaluate import Evaluation, evaluate
 from specheads.train.features import CachedFeatures, Features, LiveFeatures
 from specheads.train.metrics import MetricsFile
+from specheads.train.optimizer import make_optimizers, make_scheduler
 from specheads.train.packing import PackedRows, RowBatches, pack
 from specheads.train.provenance import check_same_run, gather_provenance, write_json
 from specheads.train.step import TrainingStep
@@ -75,20 +75,9 @@ def train(config: TrainConfig) -> TrainResult | None:
         evaluation_rows = range(min(config.evaluation_rows, len(validation_rows)))
 
     step_module = TrainingStep(head, config.loss)
-    optimizer = torch.optim.AdamW(
-        head.parameters(),
-        lr=config.optimizer.learning_rate,
-        betas=config.optimizer.betas,
-        weight_decay=config.optimizer.weight_decay,
-    )
-    model, optimizer = accelerator.prepare(step_module, optimizer)
-    scheduler = get_scheduler(
-        config.optimizer.schedule,
-        optimizer.optimizer,
-        num_warmup_steps=round(config.optimizer.warmup_share * config.steps),
-        num_training_steps=config.steps,
-    )
-    accelerator.register_for_checkpointing(scheduler)
+    model, *optimizers = accelerator.prepare(step_module, *make_optimizers(head, config.optimizer))
+    schedulers = [make_scheduler(each.optimizer, config.optimizer, config.steps) for each in optimizers]
+    accelerator.register_for_checkpointing(*schedulers)
     accelerator.init_trackers("specheads", config=_flat(config.model_dump(mode="json")))
     processes, rank = accelerator.num_processes, accelerator.process_index
     batches = RowBatches(
@@ -117,10 +106,11 @@ def train(config: TrainConfig) -> TrainResult | None:
                     accelerator.backward(result.loss * processes)
                 loss += result.loss.detach()
             accelerator.clip_grad_norm_(model.parameters(), config.optimizer.clip_norm)
-            rate = scheduler.get_last_lr()[0]
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
+            rate = schedulers[0].get_last_lr()[0]
+            for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
             done += 1
             progress.update()
             if done % config.log_every == 0 or done == config.steps:
@@ -138,13 +128,16 @@ def train(config: TrainConfig) -> TrainResult | None:
                 accelerator.log({"expected_tokens": evaluation.expected_tokens}, step=done)
                 alphas = " ".join(f"{alpha:.3f}" for alpha in evaluation.alpha)
                 progress.write(f"step {done}: alpha {alphas}, expected tokens {evaluation.expected_tokens:.3f}")
-            if done % config.checkpoint_every == 0 or stopped:
+            if done % config.checkpoint_every == 0:
                 checkpoints.save(accelerator, done)
+        checkpoints.save(accelerator, done)
     accelerator.end_training()
     if done < config.steps:
         accelerator.print(f"stopped after step {done}; the same command goes on from there")
         return None
-    checkpoints.save(accelerator, done)
+    if validation is not None and evaluation is None:  # a run that was stopped between its last step and its head
+        with accelerator.autocast():
+            evaluation = evaluate(step_module, validation, evaluation_rows)
     if accelerator.is_main_process:
         head.to(target.dtype).save_pretrained(output / "head", provenance | _last(evaluation))
     return TrainResult(evaluation, output / "head")
