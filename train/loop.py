@@ -124,7 +124,8 @@ def train(config: TrainConfig) -> TrainResult | None:
             if validation is not None and (done % config.evaluate_every == 0 or done == config.steps):
                 with accelerator.autocast():
                     evaluation = evaluate(step_module, validation, evaluation_rows)
-                metrics.write(done, {"alpha": evaluation.alpha, "expected_tokens": evaluation.expected_tokens})
+                figures = {"alpha": evaluation.alpha, "agreement": evaluation.agreement}
+                metrics.write(done, figures | {"expected_tokens": evaluation.expected_tokens})
                 accelerator.log({"expected_tokens": evaluation.expected_tokens}, step=done)
                 alphas = " ".join(f"{alpha:.3f}" for alpha in evaluation.alpha)
                 progress.write(f"step {done}: alpha {alphas}, expected tokens {evaluation.expected_tokens:.3f}")

@@ -163,7 +163,7 @@ def test_a_cache_of_something_else_is_refused(
     other_target = TargetModel(make_llama(num_hidden_layers=4))
     half = TargetModel(make_llama(num_hidden_layers=3).to(torch.bfloat16))
     renamed = TargetModel(make_llama(num_hidden_layers=3))
-    renamed.model.config.name_or_path = "elsewhere"
+    renamed.model.name_or_path = "elsewhere"
     repacked = pack(examples, 16, seed=1)
     assert len(repacked) == len(rows)
     for changed, key in [

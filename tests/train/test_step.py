@@ -115,7 +115,7 @@ def by_hand(head: DraftHead, rows: PackedRows, chosen: list[int], config: LossCo
                 total = total - (q[ids.index(label)].log() if label in ids else 0)
             else:
                 total = total + sum(p[x] * (p[x].log() - q[i].log()) for i, x in enumerate(ids))
-            sums[depth - 1, 0] += sum(min(float(p[x]), float(q[i])) for i, x in enumerate(ids))
+            sums[depth - 1, 0] += sum(min(float(p[x]), share) for x, share in zip(ids, q.tolist(), strict=True))
             sums[depth - 1, 1] += float(ids[int(q.argmax())] == int(p.argmax()))
             sums[depth - 1, 2] += 1
             if config.feature_weight:

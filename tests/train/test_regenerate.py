@@ -1,0 +1,118 @@
+"""Answers in batches are the answers that each prompt would get alone, and an interrupted file is gone on with."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from specheads.errors import UserError
+from specheads.prompts import read_prompts, render_prompt
+from specheads.target import TargetModel
+from specheads.train.data import load_examples
+from specheads.train.regenerate import AnswerSettings, _pick, answer_batch, regenerate
+
+TEXTS = ["hi", "what is one and one?", "tell me a long story of a fox", "b", "name 3 fish", "why?"]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target_folder: Path) -> TargetModel:
+    return TargetModel.load(str(tiny_target_folder), dtype=torch.float64)
+
+
+@pytest.fixture
+def prompts_file(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"id": f"p{i}", "turns": [text]}) + "\n" for i, text in enumerate(TEXTS)))
+    return path
+
+
+def answers(path: Path) -> dict[str, dict[str, object]]:
+    return {record["id"]: record for record in map(json.loads, path.read_text().splitlines())}
+
+
+def test_greedy_answers_are_those_of_generate(target: TargetModel, prompts_file: Path, tmp_path: Path) -> None:
+    settings = AnswerSettings(max_new_tokens=12, temperature=0)
+    assert regenerate(target, prompts_file, tmp_path / "a.jsonl", settings, batch_size=4) == len(TEXTS)
+    found = answers(tmp_path / "a.jsonl")
+    for prompt in read_prompts(prompts_file):
+        ids = torch.tensor([render_prompt(target.tokenizer, prompt)])
+        whole = target.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+        assert found[prompt.id]["response_ids"] == whole[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("truncation", [{}, {"top_k": 5}, {"top_p": 0.8}])
+def test_sampled_answers_do_not_depend_on_the_batch(
+    target: TargetModel, prompts_file: Path, tmp_path: Path, truncation: dict[str, float]
+) -> None:
+    settings = AnswerSettings(max_new_tokens=16, temperature=0.9, seed=3, **truncation)  # type: ignore[arg-type]
+    regenerate(target, prompts_file, tmp_path / "one.jsonl", settings, batch_size=1)
+    regenerate(target, prompts_file, tmp_path / "all.jsonl", settings, batch_size=6)
+    one, together = answers(tmp_path / "one.jsonl"), answers(tmp_path / "all.jsonl")
+    assert one == together
+    lengths = {len(record["response_ids"]) for record in one.values()}  # type: ignore[arg-type]
+    assert len(lengths) > 1, "no row left its batch early: the test shows nothing"
+
+
+def test_a_file_that_was_cut_short_is_gone_on_with(target: TargetModel, prompts_file: Path, tmp_path: Path) -> None:
+    settings, output = AnswerSettings(max_new_tokens=8), tmp_path / "a.jsonl"
+    regenerate(target, prompts_file, output, settings, batch_size=2)
+    whole = answers(output)
+    lines = output.read_text().splitlines(keepends=True)
+    output.write_text("".join(lines[:3]) + lines[3][:25])
+    assert regenerate(target, prompts_file, output, settings, batch_size=2) == len(TEXTS) - 3
+    assert answers(output) == whole
+    assert regenerate(target, prompts_file, output, settings, batch_size=2) == 0
+
+
+def test_answers_can_be_trained_on(target: TargetModel, prompts_file: Path, tmp_path: Path) -> None:
+    regenerate(target, prompts_file, tmp_path / "a.jsonl", AnswerSettings(max_new_tokens=8), batch_size=6)
+    examples = load_examples(tmp_path / "a.jsonl", target.tokenizer, max_length=128).examples
+    found = answers(tmp_path / "a.jsonl")
+    for example in examples:
+        assert example.ids[example.loss_mask].tolist() == found[example.id]["response_ids"]
+
+
+def test_other_settings_are_refused(target: TargetModel, prompts_file: Path, tmp_path: Path) -> None:
+    output = tmp_path / "a.jsonl"
+    regenerate(target, prompts_file, output, AnswerSettings(max_new_tokens=4), batch_size=6)
+    with pytest.raises(UserError, match="other settings"):
+        regenerate(target, prompts_file, output, AnswerSettings(max_new_tokens=5), batch_size=6)
+
+
+def test_a_file_that_is_not_ours_is_left_alone(target: TargetModel, prompts_file: Path, tmp_path: Path) -> None:
+    output = tmp_path / "notes.txt"
+    output.write_text("keep me")
+    with pytest.raises(UserError, match="has no manifest"):
+        regenerate(target, prompts_file, output, AnswerSettings(), batch_size=6)
+    assert output.read_text() == "keep me"
+
+
+def test_long_prompts_are_left_out(target: TargetModel, prompts_file: Path, tmp_path: Path) -> None:
+    longest = max(len(render_prompt(target.tokenizer, prompt)) for prompt in read_prompts(prompts_file))
+    settings = AnswerSettings(max_new_tokens=2, max_prompt_tokens=longest - 1)
+    assert regenerate(target, prompts_file, tmp_path / "a.jsonl", settings) == len(TEXTS) - 1
+
+
+def test_answers_that_never_end_are_marked(target: TargetModel, prompts_file: Path) -> None:
+    batch = [(prompt, render_prompt(target.tokenizer, prompt)) for prompt in read_prompts(prompts_file)]
+    for _, response_ids, finished in answer_batch(target, batch, AnswerSettings(max_new_tokens=16)):
+        assert finished == (response_ids[-1] == 1)
+        assert 1 not in response_ids[:-1]
+
+
+def test_pick_draws_each_token_on_its_share_of_the_line() -> None:
+    logits_BV = torch.tensor([[0.5, 0.25, 0.0, 0.25]]).log().expand(400, 4)
+    grid_B = torch.from_numpy((np.arange(400) + 0.5) / 400)
+    picked_B = _pick(logits_BV, [], grid_B)  # type: ignore[arg-type]
+    assert torch.bincount(picked_B, minlength=4).tolist() == [200, 100, 0, 100]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"temperature": -1}, {"max_new_tokens": 0}, {"top_k": -1}, {"top_p": 0}, {"top_p": 1.5}]
+)
+def test_settings_out_of_range_are_refused(wrong: dict[str, float]) -> None:
+    name = next(iter(wrong)).replace("_", "-")
+    with pytest.raises(UserError, match=name):
+        AnswerSettings(**wrong)  # type: ignore[arg-type]
