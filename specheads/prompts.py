@@ -67,8 +67,8 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
         prompt = parse_prompt(record, number=number, where=f"{path}, line {number}")
         if prompt.id in lines:
             raise UserError(
-                f"{path}, line {number}: id {prompt.id!r} is already that of line {lines[prompt.id]}; give every prompt "
-                "an id of its own, or none an id"
+                f"{path}, line {number}: id {prompt.id!r} is already that of line {lines[prompt.id]}; give every "
+                "prompt an id of its own, or none an id"
             )
         lines[prompt.id] = number
         prompts.append(prompt)

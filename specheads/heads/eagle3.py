@@ -76,7 +76,7 @@ class Eagle3Head(DraftHead):
         )
         self.fc = nn.Linear(taps * width, width, bias=False)
         self.embedding_norm = RMSNorm(width, eps=config.norm_eps)
-        self.layers = nn.ModuleList(_Layer(config, first=index == 0) for index in range(config.num_layers))
+        self.layers: Any = nn.ModuleList(_Layer(config, first=index == 0) for index in range(config.num_layers))
         self.norm = RMSNorm(width, eps=config.norm_eps)
         self.lm_head = nn.Linear(width, config.num_draft_tokens, bias=False) if config.projection == "own" else None
 

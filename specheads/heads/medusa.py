@@ -53,7 +53,7 @@ class MedusaHead(DraftHead):
         self.blocks = nn.ModuleList(
             nn.Sequential(*(_ResidualBlock(width) for _ in range(config.num_blocks))) for _ in depths
         )
-        self.lm_heads: nn.ModuleList | None = None
+        self.lm_heads: Any = None  # a ModuleList, one entry a depth
         if config.projection == "own":
             self.lm_heads = nn.ModuleList(nn.Linear(width, tokens, bias=False) for _ in depths)
         elif config.projection == "low_rank":
