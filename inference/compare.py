@@ -5,6 +5,7 @@ so that a machine whose speed drifts is fair to all. Each generation is a line o
 the same command goes on where it was stopped.
 """
 
+import hashlib
 import json
 import os
 import platform
@@ -61,7 +62,8 @@ def compare(
     header = {
         "environment": describe_environment(target),
         "target": target.model.name_or_path,
-        "settings": asdict(settings) | {"prompts": len(prompts), "runs": list(by_name)},
+        "settings": asdict(settings)
+        | {"prompts": len(prompts), "prompts_digest": _digest(encoded), "runs": list(by_name)},
     }
     records = _Records(output, header)
     missing = [p for p in prompts if any((name, p.id) not in records.done for name in by_name)]
@@ -189,6 +191,11 @@ def _decode_speed(stats: Stats) -> float:
     """Tokens a second without the prefill and the token that it gives."""
     seconds = stats.seconds - stats.prefill_seconds
     return (stats.new_tokens - stats.generations) / seconds if seconds > 0 else 0.0
+
+
+def _digest(encoded: Sequence[torch.Tensor]) -> str:
+    """Sixteen hex digits of the prompts as token ids: other prompts under the same ids are another comparison."""
+    return hashlib.sha256(json.dumps([ids_1P.tolist() for ids_1P in encoded]).encode()).hexdigest()[:16]
 
 
 def _named(drafters: Sequence[Drafter]) -> dict[str, Drafter]:

@@ -19,17 +19,30 @@ if TYPE_CHECKING:
 class _Commands(click.Group):
     """Commands whose mistakes of the user become one line and exit code 2."""
 
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        try:
+            return super().make_context(*args, **kwargs)
+        except click.exceptions.NoArgsIsHelpError:
+            raise
+        except click.UsageError as error:
+            raise _Refusal.of_usage(error) from error
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except UserError as error:
             raise _Refusal(" ".join(str(error).split())) from error
         except click.UsageError as error:
-            raise _Refusal(f"{error.format_message()} (try: {ctx.command_path} --help)") from error
+            raise _Refusal.of_usage(error) from error
 
 
 class _Refusal(click.ClickException):
     exit_code = 2
+
+    @classmethod
+    def of_usage(cls, error: click.UsageError) -> "_Refusal":
+        hint = f" (try: {error.ctx.command_path} --help)" if error.ctx is not None else ""
+        return cls(" ".join(error.format_message().split()) + hint)
 
     def show(self, file: Any = None) -> None:
         click.echo(f"specheads: error: {self.message}", err=True, file=file)
@@ -90,18 +103,35 @@ _decoding_options = _together(
 @click.option("--max-prompt-tokens", default=1024, show_default=True, type=int, help="Longer prompts are left out.")
 @click.option("--limit", default=None, type=int, help="Use only the first N prompts.")
 @click.option("--raw", is_flag=True, help="Prompts are plain text: no chat template.")
+@click.option(
+    "--features", default=None, metavar="DIR", help="Also keep the answers' hidden states, for features.cache."
+)
+@click.option("--tap-layers", default=None, metavar="I,J,...", help="Layers to keep; default: those of head eagle3.")
 def regenerate(
-    target: str, dtype: str, device: str | None, trust_remote_code: bool, prompts: str, output: str, **options: Any
+    target: str,
+    dtype: str,
+    device: str | None,
+    trust_remote_code: bool,
+    prompts: str,
+    output: str,
+    batch_size: int,
+    limit: int | None,
+    features: str | None,
+    tap_layers: str | None,
+    **options: Any,
 ) -> None:
     """Let the target answer prompts: what a head learns from."""
-    from specheads.train.regenerate import AnswerSettings
+    from specheads.train.answer import AnswerSettings
     from specheads.train.regenerate import regenerate as answer
+    from specheads.train.store import FeatureStore
 
-    batch_size, limit = options.pop("batch_size"), options.pop("limit")
     settings = AnswerSettings(**options)
+    if tap_layers is not None and features is None:
+        raise UserError(f"tap-layers {tap_layers} is of no use without --features DIR")
     model = _load_target(target, dtype, device, trust_remote_code)
+    store = None if features is None else FeatureStore(Path(features), model, _taps(model, tap_layers))
     try:
-        count = answer(model, Path(prompts), Path(output), settings, batch_size=batch_size, limit=limit)
+        count = answer(model, Path(prompts), Path(output), settings, batch_size=batch_size, limit=limit, store=store)
     except KeyboardInterrupt:
         _stop(f"stopped; whole answers are in {output}, the same command goes on from there")
     click.echo(f"{count} prompts answered now; all answers are in {output}")
@@ -152,6 +182,8 @@ def generate(
     """Generate text, drafted by a head, a separate model or lookup; by plain decoding when none is named."""
     if (prompt is None) == (prompts is None):
         raise UserError("give either --prompt TEXT or --prompts FILE")
+    if prompt is not None and limit is not None:
+        raise UserError("--limit is for a file of prompts; leave it out beside --prompt")
     if len(heads) + len(draft_models) + lookup > 1:
         raise UserError("more than one drafter given; generate takes one of --head, --draft-model, --lookup")
     settings = _settings(**decoding)
@@ -258,6 +290,20 @@ def _load_target(name: str, dtype: str, device: str | None, trust_remote_code: b
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"device is {place!r}, which this machine does not have; use cpu, or leave it out") from error
     return TargetModel.load(name, dtype=dtype, device=place, trust_remote_code=trust_remote_code)
+
+
+def _taps(target: "TargetModel", text: str | None) -> list[int]:
+    from specheads.registry import get_head_type
+
+    if text is None:
+        return list(get_head_type("eagle3").default_options(target)["tap_layers"])
+    try:
+        taps = [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise UserError(f"tap-layers is {text!r}, expected numbers with commas, such as 2,15,27") from error
+    if not all(0 <= tap <= target.num_layers for tap in taps):
+        raise UserError(f"tap-layers is {text!r}, expected layers from 0 to {target.num_layers} for this target")
+    return taps
 
 
 def _settings(draft_length: str, **decoding: Any) -> "DecodeSettings":

@@ -2,13 +2,16 @@
 
 import json
 import re
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from accelerate.state import AcceleratorState
 from click.testing import CliRunner, Result
 from transformers import PreTrainedModel
 
@@ -58,6 +61,14 @@ def check_refused(result: Result, *parts: str) -> None:
     assert not any("Traceback" in line for line in lines)
     for part in parts:
         assert part in message
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerator() -> Iterator[None]:
+    """Accelerate keeps one state a process and refuses another precision in it."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +172,8 @@ def test_compare_writes_what_the_design_fixes(
     assert after[:6] == records[:6], "finished generations were done again"
     assert len(after) == len(records)
     check_refused(run(*command, "--temperature", "1"), "other settings")
+    prompts_file.write_text(prompts_file.read_text().replace("hi there", "ho there"))
+    check_refused(run(*command), "other settings")
 
 
 def test_the_thin_whole(tiny_target_folder: Path, prompts_file: Path, tmp_path: Path) -> None:
@@ -212,7 +225,13 @@ def test_missing_files_are_named(tiny_target_folder: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("content", "parts"),
-    [("", ["holds no prompt"]), ('{"prompt": "a"}\n{"prompt"\n', ["line 2", "not JSON"]), ('{"x": 1}\n', ["turns"])],
+    [
+        ("", ["holds no prompt"]),
+        ('{"prompt": "a"}\n{"prompt"\n', ["line 2", "not JSON"]),
+        ('{"x": 1}\n', ["turns"]),
+        ('{"prompt": "a", "id": 1}\n\n{"prompt": "b", "id": "1"}\n', ["line 3", "'1' is already that of line 1"]),
+        ('{"prompt": "a"}\n{"prompt": "b", "id": 1}\n', ["line 2", "'1' is already that of line 1"]),
+    ],
 )
 def test_bad_prompts_files_are_named(
     content: str, parts: list[str], tiny_target_folder: Path, prompts_file: Path
@@ -284,11 +303,36 @@ def test_a_target_without_chat_template_wants_raw(
         (["--device", "cuda:7"], ["cuda:7", "does not have"]),
         (["--lookup", "--draft-model", "x"], ["more than one drafter"]),
         (["--prompts", "x"], ["either --prompt"]),
+        (["--limit", "1"], ["--limit is for a file of prompts"]),
         (["--no-such-option"], ["--no-such-option"]),
     ],
 )
 def test_bad_options_are_named(options: list[str], parts: list[str], tiny_target_folder: Path) -> None:
     check_refused(run("generate", "--target", tiny_target_folder, "--prompt", "hi", *options), *parts)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--loud"], ["--loud"]),
+        (["generat"], ["'generat'", "'generate'"]),
+        (["generate", "--prompt", "hi"], ["--target", "generate --help"]),
+        (["heads", "more"], ["more"]),
+        (["inspect"], ["HEAD"]),
+    ],
+)
+def test_commands_that_are_none_are_one_line(arguments: list[str], parts: list[str]) -> None:
+    result = run(*arguments)
+    check_refused(result, *parts)
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_mistake_is_one_line_for_the_shell_too(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "specheads.train", "--config", str(tmp_path / "nowhere.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert re.fullmatch(r"specheads: error: config '.*nowhere.yaml' cannot be read .*\n", done.stderr)
 
 
 def test_a_draft_longer_than_the_head_can_draft_is_refused(

@@ -99,6 +99,11 @@ class TrainConfig(Strict):
     keep_checkpoints: int = Field(default=2, ge=1)
     trackers: tuple[str, ...] = ()
 
+    @field_validator("precision", mode="before")
+    @classmethod
+    def _read_no(cls, precision: Any) -> Any:
+        return "no" if precision is False else precision  # what YAML makes of a bare `no`
+
     @field_validator("head")
     @classmethod
     def _has_type(cls, head: dict[str, Any]) -> dict[str, Any]:

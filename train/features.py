@@ -1,35 +1,25 @@
-"""The target's hidden states for packed rows: computed in process, or kept on disk.
+"""The target's hidden states for packed rows: computed at every step, or read from a store on disk.
 
-On disk stand safetensors shards of `rows_per_shard` rows and a manifest. They hold tapped states, the final state and
-two numbers a position (logsumexp and argmax of the target's logits, so that a small draft vocabulary needs only its own
-rows of the projection), never logits. A build that was interrupted goes on with the first missing shard.
-
-Legend: R rows, B rows of a batch, L row length, T taps, D width.
+Legend: B rows of a batch, L row length, T taps, D width.
 """
 
-import hashlib
-import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from specheads.errors import UserError
 from specheads.head import HeadInputs
 from specheads.target import TargetModel
+from specheads.train.data import Example
 from specheads.train.losses import teacher_summary
-from specheads.train.packing import PackedRows
+from specheads.train.packing import PackedRows, pack
+from specheads.train.store import DocumentFeatures, FeatureStore, document_key
 
-MANIFEST = "manifest.json"
 RowIndices: TypeAlias = Sequence[int] | npt.NDArray[np.int64]
 
 
@@ -65,136 +55,78 @@ class LiveFeatures:
 
 
 class CachedFeatures:
-    """Features in a folder; built on the first use, read from then on. Heads that need no other taps can share it."""
+    """Reads features from a store; `fill_store` comes first. `examples` are those that `rows` was packed from."""
 
     def __init__(
-        self, target: TargetModel, rows: PackedRows, taps: Sequence[int], folder: Path, rows_per_shard: int, digest: str
+        self,
+        target: TargetModel,
+        examples: Sequence[Example],
+        rows: PackedRows,
+        taps: Sequence[int],
+        store: FeatureStore,
     ) -> None:
-        self.target, self.rows, self.folder, self.rows_per_shard = target, rows, folder, rows_per_shard
-        self.taps = tuple(taps)
-        self.stored_taps = self._find_stored_taps()
-        self._manifest = {
-            "target": target.fingerprint,
-            "target_name": target.model.name_or_path,
-            "dtype": str(target.dtype),
-            "taps": list(self.stored_taps),
-            "rows": len(rows),
-            "row_length": rows.ids_RL.shape[1],
-            "rows_per_shard": rows_per_shard,
-            "data": digest,
-            "packing": _packing_digest(rows),
-        }
-        self._open_shards: dict[int, Any] = {}
-
-    @property
-    def bytes_needed(self) -> int:
-        """Estimate of the disk space that the features take."""
-        position = (len(self.stored_taps) + 1) * self.target.hidden_size * self.target.dtype.itemsize + 12
-        return self.rows.ids_RL.size * position
-
-    def build(self) -> None:
-        """Compute and write the shards that are not there yet.
-
-        Raises:
-            UserError: the folder holds features of another target, other taps or other data, or cannot be written.
-        """
-        shards = range(-(-len(self.rows) // self.rows_per_shard))
-        missing = [shard for shard in shards if not self._path(shard).exists()]
-        self._check_manifest()
-        if not missing:
-            return
-        needed = self.bytes_needed * len(missing) / len(shards)
-        tqdm.write(f"features: {needed / 1e9:.2f} GB to write to {self.folder}, {len(missing)} shards")
-        for shard in tqdm(missing, unit="shard", desc="features"):
-            self._write(shard)
+        self.target, self.rows, self.taps, self.store = target, rows, tuple(taps), store
+        length = rows.ids_RL.shape[1]
+        self._keys = [document_key(example.ids[:length], example.loss_mask[:length]) for example in examples]
 
     def batch(self, rows: RowIndices) -> FeatureBatch:
-        stored = [self._row(int(row)) for row in rows]
-        last_BLD = torch.stack([row["last"] for row in stored])
-        by_tap = {tap: torch.stack([row["taps"][:, i] for row in stored]) for i, tap in enumerate(self.stored_taps)}
-        by_tap[self.target.num_layers] = last_BLD
-        empty = last_BLD[:, :, None, :][:, :, :0]
-        taps_BLTD = torch.stack([by_tap[tap] for tap in self.taps], dim=2) if self.taps else empty
         tokens = self.rows.tensors(rows)
+        taps, last, logsumexp, argmax = zip(*(self._row(int(row)) for row in rows), strict=True)
         device = self.target.device
-        return FeatureBatch(
-            HeadInputs(taps_BLTD=taps_BLTD, last_hidden_BLD=last_BLD, **tokens).to(device),
-            torch.stack([row["logsumexp"] for row in stored]).to(device),
-            torch.stack([row["argmax"] for row in stored]).to(device),
-        )
+        inputs = HeadInputs(taps_BLTD=torch.stack(taps), last_hidden_BLD=torch.stack(last), **tokens).to(device)
+        return FeatureBatch(inputs, torch.stack(logsumexp).to(device), torch.stack(argmax).to(device))
 
-    def _row(self, row: int) -> dict[str, Tensor]:
-        shard, place = divmod(row, self.rows_per_shard)
-        if shard not in self._open_shards:
-            self._open_shards[shard] = safe_open(self._path(shard), framework="pt")
-        file = self._open_shards[shard]
-        return {name: file.get_slice(name)[place] for name in ("taps", "last", "logsumexp", "argmax")}
-
-    def _write(self, shard: int) -> None:
-        start = shard * self.rows_per_shard
-        parts: dict[str, list[Tensor]] = {"taps": [], "last": [], "logsumexp": [], "argmax": []}
-        for row in range(start, min(start + self.rows_per_shard, len(self.rows))):
-            tokens = {name: tensor.to(self.target.device) for name, tensor in self.rows.tensors([row]).items()}
-            taps_1LTD, last_1LD = self.target.states(
-                tokens["ids_BL"], position_ids=tokens["position_ids_BL"], taps=self.stored_taps
-            )
-            logsumexp_L, argmax_L = _summary_where_needed(self.target, last_1LD[0], tokens["loss_mask_BL"][0])
-            for name, tensor in zip(parts, (taps_1LTD[0], last_1LD[0], logsumexp_L, argmax_L), strict=True):
-                parts[name].append(tensor.cpu())
-        path = self._path(shard)
-        partial = path.with_suffix(".partial")
-        save_file({name: torch.stack(tensors).contiguous() for name, tensors in parts.items()}, partial)
-        os.replace(partial, path)
-
-    def _find_stored_taps(self) -> tuple[int, ...]:
-        """Those that the folder already holds, when they are enough; else the head's. The final state is kept once."""
-        needed = tuple(tap for tap in self.taps if tap != self.target.num_layers)
-        found = self._read_manifest()
-        stored = needed if found is None else tuple(found.get("taps", ()))
-        return stored if set(needed) <= set(stored) else needed
-
-    def _path(self, shard: int) -> Path:
-        return self.folder / f"shard-{shard:05d}.safetensors"
-
-    def _read_manifest(self) -> dict[str, Any] | None:
-        path = self.folder / MANIFEST
-        try:
-            return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
-        except (OSError, ValueError, TypeError) as error:
-            raise self._unusable(error) from error
-
-    def _unusable(self, error: Exception) -> UserError:
-        return UserError(f"feature cache {str(self.folder)!r} cannot be used ({error}); choose another folder")
-
-    def _check_manifest(self) -> None:
-        found = self._read_manifest()
-        if found is None:
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                partial = self.folder / (MANIFEST + ".partial")
-                partial.write_text(json.dumps(self._manifest, indent=2) + "\n", encoding="utf-8")
-                os.replace(partial, self.folder / MANIFEST)
-            except OSError as error:
-                raise self._unusable(error) from error
-            return
-        for key, value in self._manifest.items():
-            if found.get(key) != value:
-                raise UserError(
-                    f"feature cache {str(self.folder)!r} has {key} {found.get(key)!r}, this run needs {value!r}; "
-                    "delete it or choose another folder"
-                )
+    def _row(self, row: int) -> tuple[Tensor, ...]:
+        """Documents of a row one behind the other, zeros in the padding."""
+        documents = [self.store.read(self._keys[member], self.taps) for member in self.rows.members[row]]
+        length = self.rows.ids_RL.shape[1]
+        joined = []
+        for name in ("taps_LTD", "last_LD", "logsumexp_L", "argmax_L"):
+            parts = [getattr(document, name) for document in documents]
+            missing = length - sum(map(len, parts))
+            joined.append(torch.cat([*parts, parts[0].new_zeros((missing, *parts[0].shape[1:]))]))
+        return tuple(joined)
 
 
-def _packing_digest(rows: PackedRows) -> str:
-    """SHA-256 (hexadecimal) of what stands where: the same data packed with another seed makes other rows."""
-    hasher = hashlib.sha256()
-    for array in (rows.ids_RL, rows.position_ids_RL, rows.loss_mask_RL):
-        hasher.update(np.ascontiguousarray(array).tobytes())
-    return hasher.hexdigest()
+def fill_store(
+    target: TargetModel, examples: Sequence[Example], store: FeatureStore, *, row_length: int, rows_per_shard: int
+) -> None:
+    """Compute what `store` lacks of these documents, cut to `row_length`, a shard of packed rows at a time."""
+    missing: dict[str, Example] = {}
+    for example in examples:
+        key = document_key(example.ids[:row_length], example.loss_mask[:row_length])
+        if key not in store:
+            missing[key] = example
+    missing = {key: example for key, example in missing.items() if example.loss_mask[:row_length].any()}
+    if not missing:
+        return
+    keys = list(missing)
+    rows = pack(list(missing.values()), row_length, seed=0)
+    positions = int((rows.document_RL >= 0).sum())
+    needed = store.bytes_for(positions, target.hidden_size, target.dtype)
+    tqdm.write(f"features: {needed / 1e9:.2f} GB to write to {store.folder}, {positions:,} positions")
+    with tqdm(total=len(rows), unit="row", desc="features") as progress:
+        for start in range(0, len(rows), rows_per_shard):
+            documents: dict[str, DocumentFeatures] = {}
+            for row in range(start, min(start + rows_per_shard, len(rows))):
+                parts = _compute_row(target, rows, row, store.taps)
+                documents |= zip((keys[member] for member in rows.members[row]), parts, strict=True)
+                progress.update()
+            store.add(documents)
 
 
-def _summary_where_needed(target: TargetModel, last_LD: Tensor, loss_mask_L: Tensor) -> tuple[Tensor, Tensor]:
-    """logsumexp and argmax (L,) where a counted token is predicted, zero elsewhere."""
+def _compute_row(target: TargetModel, rows: PackedRows, row: int, taps: Sequence[int]) -> list[DocumentFeatures]:
+    tokens = {name: tensor.to(target.device) for name, tensor in rows.tensors([row]).items()}
+    taps_1LTD, last_1LD = target.states(tokens["ids_BL"], position_ids=tokens["position_ids_BL"], taps=taps)
+    logsumexp_L, argmax_L = summary_where_needed(target, last_1LD[0], tokens["loss_mask_BL"][0])
+    lengths = np.bincount(rows.document_RL[row][rows.document_RL[row] >= 0]).tolist()
+    kept = sum(lengths)
+    columns = [x[:kept].cpu().split(lengths) for x in (taps_1LTD[0], last_1LD[0], logsumexp_L, argmax_L)]
+    return [DocumentFeatures(*parts) for parts in zip(*columns, strict=True)]
+
+
+def summary_where_needed(target: TargetModel, last_LD: Tensor, loss_mask_L: Tensor) -> tuple[Tensor, Tensor]:
+    """logsumexp and argmax (L,) of the target's logits where a counted token is predicted, zero elsewhere."""
     predicts_L = torch.zeros_like(loss_mask_L)
     predicts_L[:-1] = loss_mask_L[1:]
     logsumexp_L = torch.zeros(len(last_LD), dtype=torch.float32, device=last_LD.device)

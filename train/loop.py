@@ -25,12 +25,13 @@ from specheads.train.checkpoints import Checkpoints
 from specheads.train.config import TrainConfig
 from specheads.train.data import Example, describe, digest, load_examples, split, token_counts
 from specheads.train.evaluate import Evaluation, evaluate
-from specheads.train.features import CachedFeatures, Features, LiveFeatures
+from specheads.train.features import CachedFeatures, Features, LiveFeatures, fill_store
 from specheads.train.metrics import MetricsFile
 from specheads.train.optimizer import make_optimizers, make_scheduler
 from specheads.train.packing import PackedRows, RowBatches, pack
 from specheads.train.provenance import check_same_run, gather_provenance, write_json
 from specheads.train.step import TrainingStep
+from specheads.train.store import FeatureStore
 from specheads.vocab import choose_draft_vocabulary, coverage
 
 
@@ -67,11 +68,11 @@ def train(config: TrainConfig) -> TrainResult | None:
     write_json(output / "run.json", provenance)
 
     rows = pack(examples, config.data.row_length, seed=config.seed)
-    features = _features(config, target, head, rows, "train", digest(examples))
+    features = _features(config, target, head, examples, rows)
     validation, evaluation_rows = None, range(0)
     if held_back:
         validation_rows = pack(held_back, config.data.row_length, seed=config.seed)
-        validation = _features(config, target, head, validation_rows, "validation", digest(held_back))
+        validation = _features(config, target, head, held_back, validation_rows)
         evaluation_rows = range(min(config.evaluation_rows, len(validation_rows)))
 
     step_module = TrainingStep(head, config.loss)
@@ -182,14 +183,14 @@ def _make_head(config: TrainConfig, target: TargetModel, examples: list[Example]
 
 
 def _features(
-    config: TrainConfig, target: TargetModel, head: DraftHead, rows: PackedRows, name: str, data_digest: str
+    config: TrainConfig, target: TargetModel, head: DraftHead, examples: list[Example], rows: PackedRows
 ) -> Features:
     if config.features.cache is None:
         return LiveFeatures(target, rows, head.tap_layers)
-    folder = Path(config.features.cache) / name
-    cached = CachedFeatures(target, rows, head.tap_layers, folder, config.features.rows_per_shard, data_digest)
-    cached.build()
-    return cached
+    store = FeatureStore(Path(config.features.cache), target, head.tap_layers)
+    length = config.data.row_length
+    fill_store(target, examples, store, row_length=length, rows_per_shard=config.features.rows_per_shard)
+    return CachedFeatures(target, examples, rows, head.tap_layers, store)
 
 
 def _counts_of_all_ranks(

@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from accelerate.state import AcceleratorState
 
 from specheads import TargetModel, UserError, load_head
 from specheads.train.checkpoints import Checkpoints
@@ -21,6 +24,14 @@ from specheads.train.loop import train
 from specheads.train.metrics import MetricsFile
 
 WORDS = ["the fox ran", "two and two is four", "a red bird sings", "we like tea", "no rain today", "it is late now"]
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerator() -> Iterator[None]:
+    """Accelerate keeps one state a process and refuses another precision in it."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture
@@ -87,9 +98,9 @@ def test_training_lowers_the_loss(config_file: Path, tmp_path: Path) -> None:
     assert np.mean(losses[-5:]) < 0.8 * np.mean(losses[:5])
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_stopped_run_goes_on_exactly(config_file: Path, tmp_path: Path, optimizer: str) -> None:
-    options = ["--optimizer.name", optimizer]
+@pytest.mark.parametrize(("optimizer", "precision"), [("adamw", "no"), ("muon", "no"), ("adamw", "bf16")])
+def test_a_stopped_run_goes_on_exactly(config_file: Path, tmp_path: Path, optimizer: str, precision: str) -> None:
+    options = ["--optimizer.name", optimizer, "--precision", precision]
     train(load_train_config(config_file, [*options, "--output_dir", str(tmp_path / "whole")]))
     train(load_train_config(config_file, options))
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", 2)
@@ -97,6 +108,71 @@ def test_a_stopped_run_goes_on_exactly(config_file: Path, tmp_path: Path, optimi
     assert checkpoints.steps() == [9]
     train(load_train_config(config_file, options))
     assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
+
+
+def test_a_signal_between_two_steps_saves_and_stops(
+    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(load_train_config(config_file, ["--output_dir", str(tmp_path / "whole")]))
+    write = MetricsFile.write
+
+    def write_and_stop(self: MetricsFile, step: int, values: dict[str, Any]) -> None:
+        write(self, step, values)
+        if step == 7:
+            signal.raise_signal(signal.SIGTERM)
+
+    handler = signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as patched:
+        patched.setattr(MetricsFile, "write", write_and_stop)
+        assert train(load_train_config(config_file)) is None
+    assert signal.getsignal(signal.SIGTERM) is handler
+    assert "stopped after step 7" in capsys.readouterr().out
+    run = tmp_path / "run"
+    assert Checkpoints(run / "checkpoints", 2).steps() == [6, 7]
+    assert not (run / "head").exists()
+    assert train(load_train_config(config_file)) is not None
+    assert metrics(run) == metrics(tmp_path / "whole")
+
+
+def test_a_finished_run_writes_its_head_again(config_file: Path, tmp_path: Path) -> None:
+    """As after a kill between the last checkpoint and the head."""
+    first = train(load_train_config(config_file))
+    head, lines = tmp_path / "run" / "head", metrics(tmp_path / "run")
+    before = {path.name: path.read_bytes() for path in head.iterdir()}
+    shutil.rmtree(head)
+    again = train(load_train_config(config_file, ["--log_every", "5"]))  # how often is written may change
+    assert first is not None
+    assert again is not None
+    assert again.evaluation == first.evaluation
+    assert (head / "model.safetensors").read_bytes() == before["model.safetensors"]
+    provenance = json.loads((head / "provenance.json").read_text())
+    assert provenance["expected_tokens"] == pytest.approx(lines[-1]["expected_tokens"])
+    assert provenance["config"]["log_every"] == 5
+    assert metrics(tmp_path / "run") == lines
+
+
+def test_accumulation_reads_the_same_rows_and_gives_the_same_loss(config_file: Path, tmp_path: Path) -> None:
+    train(load_train_config(config_file, ["--output_dir", str(tmp_path / "whole")]))
+    train(load_train_config(config_file, ["--rows_per_step", "1", "--accumulation", "2"]))
+    for one, other in zip(metrics(tmp_path / "run"), metrics(tmp_path / "whole"), strict=True):
+        assert one.keys() == other.keys()
+        for key, value in one.items():
+            assert value == pytest.approx(other[key], rel=1e-4), key
+
+
+def test_cached_features_train_alike(config_file: Path, tmp_path: Path) -> None:
+    train(load_train_config(config_file, ["--output_dir", str(tmp_path / "live")]))
+    train(load_train_config(config_file, ["--features.cache", str(tmp_path / "cache")]))
+    assert list((tmp_path / "cache").glob("*.safetensors"))
+    for one, other in zip(metrics(tmp_path / "run"), metrics(tmp_path / "live"), strict=True):
+        for key, value in one.items():
+            assert value == pytest.approx(other[key], rel=1e-3), key
+
+
+def test_the_target_stays_as_it_was(config_file: Path, tiny_target_folder: Path) -> None:
+    before = {path.name: path.read_bytes() for path in tiny_target_folder.iterdir()}
+    train(load_train_config(config_file, ["--head.projection", "own"]))
+    assert {path.name: path.read_bytes() for path in tiny_target_folder.iterdir()} == before
 
 
 def run_in_background(config_file: Path, *options: str) -> subprocess.Popen[str]:

@@ -10,8 +10,12 @@ import torch
 from specheads.errors import UserError
 from specheads.prompts import read_prompts, render_prompt
 from specheads.target import TargetModel
+from specheads.train.answer import AnswerSettings, _pick, answer_batch
 from specheads.train.data import load_examples
-from specheads.train.regenerate import AnswerSettings, _pick, answer_batch, regenerate
+from specheads.train.features import CachedFeatures, LiveFeatures, fill_store
+from specheads.train.packing import pack
+from specheads.train.regenerate import regenerate
+from specheads.train.store import FeatureStore
 
 TEXTS = ["hi", "what is one and one?", "tell me a long story of a fox", "b", "name 3 fish", "why?"]
 
@@ -97,9 +101,48 @@ def test_long_prompts_are_left_out(target: TargetModel, prompts_file: Path, tmp_
 
 def test_answers_that_never_end_are_marked(target: TargetModel, prompts_file: Path) -> None:
     batch = [(prompt, render_prompt(target.tokenizer, prompt)) for prompt in read_prompts(prompts_file)]
-    for _, response_ids, finished in answer_batch(target, batch, AnswerSettings(max_new_tokens=16)):
-        assert finished == (response_ids[-1] == 1)
-        assert 1 not in response_ids[:-1]
+    for answer in answer_batch(target, batch, AnswerSettings(max_new_tokens=16)):
+        assert answer.finished == (answer.response_ids[-1] == 1)
+        assert 1 not in answer.response_ids[:-1]
+        assert answer.features is None
+
+
+def test_states_kept_while_answering_are_those_of_a_pass_of_its_own(
+    target: TargetModel, prompts_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taps = (0, 2, 3)
+    settings = AnswerSettings(max_new_tokens=16, temperature=0.9)
+    regenerate(
+        target,
+        prompts_file,
+        tmp_path / "a.jsonl",
+        settings,
+        batch_size=4,
+        store=FeatureStore(tmp_path / "features", target, taps),
+    )
+    examples = load_examples(tmp_path / "a.jsonl", target.tokenizer, max_length=128).examples
+    rows = pack(examples, 128, seed=0)
+    every = range(len(rows))
+    live = LiveFeatures(target, rows, taps).batch(every)
+    expected_BL = target.logits(live.inputs.last_hidden_BLD)
+
+    monkeypatch.setattr(target, "states", None)  # nothing is computed anew
+    store = FeatureStore(tmp_path / "features", target, taps)
+    fill_store(target, examples, store, row_length=128, rows_per_shard=8)
+    got = CachedFeatures(target, examples, rows, taps, store).batch(every)
+    assert got.logsumexp_BL is not None
+    assert got.argmax_BL is not None
+    predicts_BL = torch.zeros_like(got.inputs.loss_mask_BL)
+    predicts_BL[:, :-1] = got.inputs.loss_mask_BL[:, 1:]
+    document_BL = got.inputs.document_BL
+    ends_BL = torch.cat([document_BL[:, 1:] != document_BL[:, :-1], torch.ones(len(rows), 1, dtype=torch.bool)], dim=1)
+    read_BL = (document_BL >= 0) & ~ends_BL  # no pass has read a document's last token, and nothing needs its state
+    close = {"atol": 1e-10, "rtol": 0}
+    torch.testing.assert_close(got.inputs.taps_BLTD[read_BL], live.inputs.taps_BLTD[read_BL], **close)
+    torch.testing.assert_close(got.inputs.last_hidden_BLD[read_BL], live.inputs.last_hidden_BLD[read_BL], **close)
+    logsumexps = expected_BL.logsumexp(-1)[predicts_BL].float()
+    torch.testing.assert_close(got.logsumexp_BL[predicts_BL], logsumexps, atol=1e-5, rtol=0)
+    assert torch.equal(got.argmax_BL[predicts_BL], expected_BL.argmax(-1)[predicts_BL])
 
 
 def test_pick_draws_each_token_on_its_share_of_the_line() -> None:

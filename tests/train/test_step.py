@@ -15,10 +15,11 @@ from specheads.target import TargetModel
 from specheads.train.config import LossConfig
 from specheads.train.data import Example
 from specheads.train.evaluate import evaluate
-from specheads.train.features import CachedFeatures, LiveFeatures
+from specheads.train.features import CachedFeatures, LiveFeatures, fill_store
 from specheads.train.losses import expected_tokens
 from specheads.train.packing import PackedRows, pack
 from specheads.train.step import TrainingStep, counted_rows
+from specheads.train.store import FeatureStore
 
 DEPTH = 2
 DRAFT_IDS = torch.arange(0, 60, 2)
@@ -30,13 +31,18 @@ def target(make_llama: Callable[..., Any]) -> TargetModel:
 
 
 @pytest.fixture(scope="module")
-def rows() -> PackedRows:
+def examples() -> list[Example]:
     generator = np.random.default_rng(1)
     examples = []
     for number, length in enumerate([12, 7, 5, 9, 3, 11, 8, 4]):
         mask = np.arange(length) >= 2
         mask[length // 2] = False  # a token that does not count between those that do
         examples.append(Example(generator.integers(2, 61, length).astype(np.int32), mask, str(number), length))
+    return examples
+
+
+@pytest.fixture(scope="module")
+def rows(examples: list[Example]) -> PackedRows:
     packed = pack(examples, 14, seed=0)
     assert any(len(members) > 1 for members in packed.members)
     return packed
@@ -183,11 +189,11 @@ def test_parts_of_a_batch_add_up(target: TargetModel, rows: PackedRows) -> None:
     for part in ([0], [1, 2], [3]):
         assert step.counts(rows, part) != counts
         result = step(features.batch(part), counts)
-        loss += float(result.loss)
+        loss += float(result.loss.detach())
         sums += result.sums_K3
         for total, gradient in zip(gradients, torch.autograd.grad(result.loss, parameters), strict=True):
             total += gradient
-    assert loss == pytest.approx(float(at_once.loss), rel=1e-6)
+    assert loss == pytest.approx(float(at_once.loss.detach()), rel=1e-6)
     torch.testing.assert_close(sums, at_once.sums_K3, atol=1e-9, rtol=0)
     assert at_once.sums_K3[:, 2].tolist() == counts
     for total, gradient in zip(gradients, expected, strict=True):
@@ -204,17 +210,20 @@ def test_a_part_without_counted_positions(target: TargetModel) -> None:
     assert counts == [0, 0]
     result = step(LiveFeatures(target, rows, head.tap_layers).batch([0]), counts)
     result.loss.backward()
-    assert float(result.loss) == 0
+    assert result.loss.item() == 0
     assert result.sums_K3.tolist() == [[0, 0, 0]] * DEPTH
     assert all(p.grad is None or not p.grad.any() for p in head.parameters())
 
 
-def test_cached_features_give_the_same_loss(target: TargetModel, rows: PackedRows, tmp_path: Any) -> None:
+def test_cached_features_give_the_same_loss(
+    target: TargetModel, examples: list[Example], rows: PackedRows, tmp_path: Any
+) -> None:
     """With a draft vocabulary only its rows of the target's projection are evaluated; the sums must be the same."""
     head = make_head(target, draft_vocab_size=len(DRAFT_IDS))
     step = TrainingStep(head, LossConfig(depth=DEPTH))
-    cached = CachedFeatures(target, rows, head.tap_layers, tmp_path, 3, "d")
-    cached.build()
+    store = FeatureStore(tmp_path, target, head.tap_layers)
+    fill_store(target, examples, store, row_length=14, rows_per_shard=3)
+    cached = CachedFeatures(target, examples, rows, head.tap_layers, store)
     chosen = [0, 2]
     counts = step.counts(rows, chosen)
     one = step(LiveFeatures(target, rows, head.tap_layers).batch(chosen), counts)

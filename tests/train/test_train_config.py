@@ -36,6 +36,14 @@ def test_an_option_reaches_into_the_head(config_file: Path) -> None:
     assert load_train_config(config_file, ["--head.num_layers", "2"]).head == {"type": "eagle3", "num_layers": 2}
 
 
+def test_a_bare_no_is_a_precision(config_file: Path) -> None:
+    """YAML reads it as false."""
+    assert load_train_config(config_file, ["--precision", "no"]).precision == "no"
+    config_file.write_text(SMALLEST + "precision: no\n")
+    assert load_train_config(config_file).precision == "no"
+    assert load_train_config(config_file, ["--precision", "bf16"]).precision == "bf16"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -46,6 +54,7 @@ def test_an_option_reaches_into_the_head(config_file: Path) -> None:
         (["--steps", "many"], "steps is 'many'"),
         (["--optimizer.learning_rate", "-1"], "optimizer.learning_rate is -1"),
         (["--head", "{num_layers: 1}"], "expected a head with a type"),
+        (["--precision", "yes"], "precision is True"),
         (["--seed"], "--seed has no value"),
         (["seed", "3"], "unexpected 'seed'"),
         (["--seed.deep", "3", "--seed", "1", "--steps.x", "1"], "steps is 10, which has no keys inside"),
