@@ -29,10 +29,10 @@ done
 
 venv=.venv
 results=$output
-answer_options=(--max-new-tokens 224) compare_options=(--max-new-tokens 128)
+answer_options=(--samples 3 --max-new-tokens 192) compare_options=(--max-new-tokens 128)
 if $fast; then
     results=$output/fast # kept apart, so that a full run never takes over what a fast one made
-    answer_options=(--limit 140 --max-new-tokens 96)
+    answer_options=(--limit 210 --max-new-tokens 96)
     compare_options=(--limit 7 --max-new-tokens 64)
 fi
 mkdir -p "$results"
@@ -88,11 +88,11 @@ echo "$target" >"$results/.target"
 if [[ -d $target ]]; then export HF_HUB_OFFLINE=1; fi # everything is local from here on
 
 train_options=(--target "$target" --data.train "$results/answers.jsonl" --features.cache "$results/features")
-if $fast; then train_options+=(--steps 30); fi
+if $fast; then train_options+=(--steps 40); fi
 
 say 3 "the target answers the training prompts"
 once answers "$results/answers.jsonl" $specheads regenerate --target "$target" --prompts scripts/quickstart_prompts.jsonl \
-    --output "$results/answers.jsonl" "${answer_options[@]}"
+    --output "$results/answers.jsonl" --features "$results/features" --batch-size 96 "${answer_options[@]}"
 
 say 4 "training a draft head on the answers"
 once head "$results/eagle3/head" $specheads train --config configs/quickstart-eagle3.yaml "${train_options[@]}" \

@@ -100,6 +100,7 @@ _decoding_options = _together(
 @click.option("--top-p", default=1.0, show_default=True, type=float, help="1 is off.")
 @click.option("--seed", default=0, show_default=True, type=int)
 @click.option("--batch-size", default=64, show_default=True, type=int, help="Prompts answered at once.")
+@click.option("--samples", default=1, show_default=True, type=int, help="Answers to each prompt.")
 @click.option("--max-prompt-tokens", default=1024, show_default=True, type=int, help="Longer prompts are left out.")
 @click.option("--limit", default=None, type=int, help="Use only the first N prompts.")
 @click.option("--raw", is_flag=True, help="Prompts are plain text: no chat template.")
@@ -115,6 +116,7 @@ def regenerate(
     prompts: str,
     output: str,
     batch_size: int,
+    samples: int,
     limit: int | None,
     features: str | None,
     tap_layers: str | None,
@@ -131,10 +133,19 @@ def regenerate(
     model = _load_target(target, dtype, device, trust_remote_code)
     store = None if features is None else FeatureStore(Path(features), model, _taps(model, tap_layers))
     try:
-        count = answer(model, Path(prompts), Path(output), settings, batch_size=batch_size, limit=limit, store=store)
+        count = answer(
+            model,
+            Path(prompts),
+            Path(output),
+            settings,
+            batch_size=batch_size,
+            samples=samples,
+            limit=limit,
+            store=store,
+        )
     except KeyboardInterrupt:
         _stop(f"stopped; whole answers are in {output}, the same command goes on from there")
-    click.echo(f"{count} prompts answered now; all answers are in {output}")
+    click.echo(f"{count} answers made now; all are in {output}")
 
 
 @main.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})

@@ -177,8 +177,8 @@ class DraftHead(nn.Module, ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the head's own tensors."""
-        return sum(tensor.nbytes for tensor in self.state_dict().values())
+        """Bytes of the head's own tensors, shared ones counted once."""
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in self.state_dict().values()}.values())
 
     @property
     def memory_bytes(self) -> int:

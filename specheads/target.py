@@ -71,8 +71,9 @@ class TargetModel:
         """
         try:
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-            model = AutoModelForCausalLM.from_pretrained(
+            model, loaded = AutoModelForCausalLM.from_pretrained(
                 name,
+                output_loading_info=True,
                 dtype=dtype,
                 trust_remote_code=trust_remote_code,
                 attn_implementation=attn_implementation,
@@ -83,6 +84,12 @@ class TargetModel:
                 f"target {name!r} cannot be loaded ({reason}); expected a folder written by save_pretrained or a "
                 "model's name on the hub"
             ) from error
+        if loaded["missing_keys"]:
+            missing = sorted(loaded["missing_keys"])
+            raise UserError(
+                f"target {name!r} cannot be loaded (it lacks tensor {missing[0]}, {len(missing)} in all, which would "
+                "be random); expected a whole causal language model"
+            )
         return cls(model.to(device) if device is not None else model, tokenizer)
 
     @classmethod

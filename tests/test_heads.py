@@ -376,6 +376,11 @@ def test_memory_counts_gathered_rows(target: TargetModel) -> None:
     assert part.memory_bytes == part.nbytes + 8 * len(DRAFT_IDS) * width
 
 
+def test_shared_weights_count_once(make_gpt2: Callable[..., Any]) -> None:
+    head = make_head("draft_model", {"num_layers": 1}, TargetModel(make_gpt2()))
+    assert head.nbytes == head.memory_bytes == sum(parameter.nbytes for parameter in head.parameters())
+
+
 @each_head
 @pytest.mark.parametrize(
     ("overrides", "message"),

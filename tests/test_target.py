@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     CONFIG_MAPPING,
@@ -327,6 +328,17 @@ def test_load(tiny_target_folder: Path) -> None:
     assert TargetModel.load(str(tiny_target_folder), dtype="bfloat16").dtype == torch.bfloat16
 
 
+def test_load_with_shared_weights(
+    make_gpt2: Callable[..., Any], tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    model = make_gpt2()
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    target = TargetModel.load(str(tmp_path))
+    assert target.projection.weight is target.embedding.weight
+    close(target.forward(IDS).logits_BLV, model(IDS).logits)
+
+
 def copy_of(folder: Path, place: Path) -> Path:
     place.mkdir()
     for file in folder.iterdir():
@@ -360,6 +372,12 @@ def drop_everything(folder: Path) -> None:
         file.unlink()
 
 
+def drop_a_tensor(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["lm_head.weight"]  # transformers would go on with a random one
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
 def other_sizes(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text("utf-8"))
     (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 40}), "utf-8")
@@ -367,7 +385,16 @@ def other_sizes(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "damage",
-    [break_weights, drop_weights, break_config, unknown_type, break_tokenizer, drop_everything, other_sizes],
+    [
+        break_weights,
+        drop_weights,
+        break_config,
+        unknown_type,
+        break_tokenizer,
+        drop_everything,
+        other_sizes,
+        drop_a_tensor,
+    ],
 )
 def test_a_folder_that_is_no_model_is_refused(
     damage: Callable[[Path], None], tiny_target_folder: Path, tmp_path: Path

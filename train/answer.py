@@ -44,14 +44,22 @@ class AnswerSettings:
 
 
 @dataclass(frozen=True)
+class Question:
+    """A prompt as the target reads it, and which of its answers this is to be (counted from 0)."""
+
+    prompt: Prompt
+    ids: list[int]
+    sample: int = 0
+
+
+@dataclass(frozen=True)
 class Answer:
-    """A prompt with the ids that the target answered; `finished` when it ended by itself.
+    """A question with the ids that the target answered; `finished` when it ended by itself.
 
     `features` are those of prompt and answer (the last token's are zero: nothing is predicted behind it), where asked.
     """
 
-    prompt: Prompt
-    prompt_ids: list[int]
+    question: Question
     response_ids: list[int]
     finished: bool
     features: DocumentFeatures | None = None
@@ -59,29 +67,29 @@ class Answer:
     @property
     def key(self) -> str:
         """What the document is found by in a feature store."""
-        mask = [False] * len(self.prompt_ids) + [True] * len(self.response_ids)
-        return document_key(self.prompt_ids + self.response_ids, mask)
+        mask = [False] * len(self.question.ids) + [True] * len(self.response_ids)
+        return document_key(self.question.ids + self.response_ids, mask)
 
 
 @torch.no_grad()
 def answer_batch(
     target: TargetModel,
-    batch: Sequence[tuple[Prompt, list[int]]],
+    batch: Sequence[Question],
     settings: AnswerSettings,
     taps: Sequence[int] | None = None,
 ) -> Iterator[Answer]:
-    """Answer a batch of (prompt, token ids); with `taps` (may be empty) each answer has its features.
+    """Answer a batch; with `taps` (may be empty) each answer has its features.
 
-    Every answer has random numbers of its own, drawn from the seed and the prompt's id, so that an answer does not
-    depend on which batch its prompt fell into, up to the rounding of the batched pass.
+    Every answer has random numbers of its own, drawn from the seed, the prompt's id and the sample's number, so that it
+    does not depend on which batch its prompt fell into, up to the rounding of the batched pass.
     """
-    device, longest = target.device, max(len(ids) for _, ids in batch)
+    device, longest = target.device, max(len(question.ids) for question in batch)
     ids_BL = torch.zeros(len(batch), longest, dtype=torch.long)
     mask_BL = torch.zeros(len(batch), longest + settings.max_new_tokens, dtype=torch.long)
-    for row, (_, ids) in enumerate(batch):
-        ids_BL[row, longest - len(ids) :] = torch.tensor(ids)
-        mask_BL[row, longest - len(ids) :] = 1
-    uniforms_BL = torch.stack([_uniforms(settings, prompt.id) for prompt, _ in batch]).to(device)
+    for row, question in enumerate(batch):
+        ids_BL[row, longest - len(question.ids) :] = torch.tensor(question.ids)
+        mask_BL[row, longest - len(question.ids) :] = 1
+    uniforms_BL = torch.stack([_uniforms(settings, question) for question in batch]).to(device)
     ids_BL, mask_BL = ids_BL.to(device), mask_BL.to(device)
     positions_BL = (mask_BL.cumsum(-1) - 1).clamp(min=0)
     stop_ids = torch.tensor(sorted(end_token_ids(target)), device=device)
@@ -112,7 +120,7 @@ def answer_batch(
             )
             for index, row in enumerate(rows.tolist()):
                 if not finished[row]:
-                    own = len(batch[row][1]) if step == 0 else 1
+                    own = len(batch[row].ids) if step == 0 else 1
                     collected[row].add(states_BLTD[index, -own:], sums_B[index], best_B[index])
         next_B = _pick(logits_BV, warpers, uniforms_BL[:, step])
         stops_B = torch.isin(next_B, stop_ids)
@@ -131,8 +139,8 @@ def answer_batch(
             rows, next_B, uniforms_BL = rows[kept], next_B[kept], uniforms_BL[kept]
             mask_BL, positions_BL = mask_BL[kept], positions_BL[kept]
         step_ids, step_positions = next_B[:, None], positions_BL[:, seen : seen + 1]
-    for (prompt, ids), answer, stopped, states in zip(batch, answers, finished, collected, strict=True):
-        yield Answer(prompt, ids, answer, stopped, None if taps is None else states.features())
+    for question, answer, stopped, states in zip(batch, answers, finished, collected, strict=True):
+        yield Answer(question, answer, stopped, None if taps is None else states.features())
 
 
 class _Collector:
@@ -193,6 +201,7 @@ def _pick(logits_BV: Tensor, warpers: LogitsProcessorList | None, uniform_B: Ten
     return torch.searchsorted(sums_BV, threshold_B1, right=True).squeeze(1).clamp(max=logits_BV.shape[1] - 1)
 
 
-def _uniforms(settings: AnswerSettings, identity: str) -> Tensor:
-    key = int.from_bytes(hashlib.sha256(identity.encode()).digest()[:8], "big")
-    return torch.from_numpy(np.random.default_rng([settings.seed, key]).random(settings.max_new_tokens, np.float32))
+def _uniforms(settings: AnswerSettings, question: Question) -> Tensor:
+    key = int.from_bytes(hashlib.sha256(question.prompt.id.encode()).digest()[:8], "big")
+    generator = np.random.default_rng([settings.seed, question.sample, key])
+    return torch.from_numpy(generator.random(settings.max_new_tokens, np.float32))

@@ -15,9 +15,9 @@ import numpy as np
 from tqdm import tqdm
 
 from specheads.errors import UserError
-from specheads.prompts import Prompt, read_prompts, render_prompt
+from specheads.prompts import read_prompts, render_prompt
 from specheads.target import TargetModel
-from specheads.train.answer import Answer, AnswerSettings, answer_batch
+from specheads.train.answer import Answer, AnswerSettings, Question, answer_batch
 from specheads.train.store import FeatureStore
 
 
@@ -28,26 +28,37 @@ def regenerate(
     settings: AnswerSettings,
     *,
     batch_size: int = 64,
+    samples: int = 1,
     limit: int | None = None,
     store: FeatureStore | None = None,
 ) -> int:
-    """Answer every prompt of `prompts_file` that `output` does not hold yet; returns how many were answered now.
+    """Answer every prompt of `prompts_file`, `samples` times each, as far as `output` does not hold the answers yet.
 
-    `output` gets one object a line: `id, category, messages, response_ids, finished` (the end token is part of
+    `output` gets one object a line: `id, sample, category, messages, response_ids, finished` (the end token is part of
     `response_ids` when the target gave it). Beside it stands a manifest with the settings and the target's fingerprint.
     With a `store` the hidden states of the answers go there.
+
+    Returns:
+        how many answers were made now.
 
     Raises:
         UserError: bad prompts, an output that cannot be written, or one made with other settings or another target.
     """
     if batch_size < 1:
         raise UserError(f"batch-size is {batch_size}, expected 1 or more")
+    if samples < 1 or (samples > 1 and settings.temperature == 0):
+        raise UserError(f"samples is {samples}, expected 1 or more, and 1 where temperature 0 makes all answers equal")
     prompts = read_prompts(prompts_file, limit=limit)
     assert target.tokenizer is not None
     encoded = [(prompt, render_prompt(target.tokenizer, prompt, raw=settings.raw)) for prompt in prompts]
     _check_manifest(output, target, settings)
-    done = _finished_ids(output)
-    waiting = [(p, ids) for p, ids in encoded if p.id not in done and len(ids) <= settings.max_prompt_tokens]
+    done = _finished(output)
+    waiting = [
+        Question(prompt, ids, sample)
+        for sample in range(samples)
+        for prompt, ids in encoded
+        if (prompt.id, sample) not in done and len(ids) <= settings.max_prompt_tokens
+    ]
     too_long = sum(len(ids) > settings.max_prompt_tokens for _, ids in encoded)
     if too_long:
         tqdm.write(f"{too_long} prompts longer than {settings.max_prompt_tokens} tokens are left out")
@@ -69,25 +80,24 @@ def regenerate(
 
 
 def _record(answer: Answer, raw: bool) -> dict[str, Any]:
-    prompt = answer.prompt
-    record: dict[str, Any] = {"id": prompt.id, "category": prompt.category, "messages": prompt.messages}
+    prompt, sample = answer.question.prompt, answer.question.sample
+    record: dict[str, Any] = {"id": prompt.id, "sample": sample, "category": prompt.category}
+    record["messages"] = prompt.messages
     if raw:
         record["prompt"] = prompt.raw
     return record | {"response_ids": answer.response_ids, "finished": answer.finished}
 
 
-def _batches(
-    waiting: list[tuple[Prompt, list[int]]], batch_size: int, seed: int
-) -> list[list[tuple[Prompt, list[int]]]]:
+def _batches(waiting: list[Question], batch_size: int, seed: int) -> list[list[Question]]:
     """Prompts of similar length together, batches in random order, so that an interrupted run is a fair sample."""
-    by_length = sorted(waiting, key=lambda item: len(item[1]))
+    by_length = sorted(waiting, key=lambda question: len(question.ids))
     batches = [by_length[i : i + batch_size] for i in range(0, len(by_length), batch_size)]
     order = np.random.default_rng(seed).permutation(len(batches))
     return [batches[i] for i in order]
 
 
-def _finished_ids(output: Path) -> set[str]:
-    """Ids that `output` holds; a line that a killed run left unfinished is cut off."""
+def _finished(output: Path) -> set[tuple[str, int]]:
+    """(id, sample) of the answers that `output` holds; a line that a killed run left unfinished is cut off."""
     if not output.exists():
         return set()
     with output.open("r+b") as file:
@@ -95,7 +105,8 @@ def _finished_ids(output: Path) -> set[str]:
         whole = content.rfind(b"\n") + 1
         if whole < len(content):
             file.truncate(whole)
-    return {json.loads(line)["id"] for line in content[:whole].split(b"\n") if line.strip()}
+    records = [json.loads(line) for line in content[:whole].split(b"\n") if line.strip()]
+    return {(record["id"], record["sample"]) for record in records}
 
 
 def _check_manifest(output: Path, target: TargetModel, settings: AnswerSettings) -> None:

@@ -10,7 +10,7 @@ import torch
 from specheads.errors import UserError
 from specheads.prompts import read_prompts, render_prompt
 from specheads.target import TargetModel
-from specheads.train.answer import AnswerSettings, _pick, answer_batch
+from specheads.train.answer import AnswerSettings, Question, _pick, answer_batch
 from specheads.train.data import load_examples
 from specheads.train.features import CachedFeatures, LiveFeatures, fill_store
 from specheads.train.packing import pack
@@ -50,7 +50,7 @@ def test_greedy_answers_are_those_of_generate(target: TargetModel, prompts_file:
 def test_sampled_answers_do_not_depend_on_the_batch(
     target: TargetModel, prompts_file: Path, tmp_path: Path, truncation: dict[str, float]
 ) -> None:
-    settings = AnswerSettings(max_new_tokens=16, temperature=0.9, seed=3, **truncation)  # type: ignore[arg-type]
+    settings = AnswerSettings(max_new_tokens=60, temperature=0.9, seed=3, **truncation)  # type: ignore[arg-type]
     regenerate(target, prompts_file, tmp_path / "one.jsonl", settings, batch_size=1)
     regenerate(target, prompts_file, tmp_path / "all.jsonl", settings, batch_size=6)
     one, together = answers(tmp_path / "one.jsonl"), answers(tmp_path / "all.jsonl")
@@ -68,6 +68,21 @@ def test_a_file_that_was_cut_short_is_gone_on_with(target: TargetModel, prompts_
     assert regenerate(target, prompts_file, output, settings, batch_size=2) == len(TEXTS) - 3
     assert answers(output) == whole
     assert regenerate(target, prompts_file, output, settings, batch_size=2) == 0
+
+
+def test_several_answers_to_a_prompt_differ_and_share_its_id(
+    target: TargetModel, prompts_file: Path, tmp_path: Path
+) -> None:
+    settings, output = AnswerSettings(max_new_tokens=8), tmp_path / "a.jsonl"
+    assert regenerate(target, prompts_file, output, settings) == len(TEXTS)
+    first = answers(output)
+    assert regenerate(target, prompts_file, output, settings, samples=3) == 2 * len(TEXTS), "the first stay as they are"
+    records = [json.loads(line) for line in output.read_text().splitlines()]
+    assert {(record["id"], record["sample"]) for record in records} == {(key, n) for key in first for n in range(3)}
+    by_prompt = [{tuple(r["response_ids"]) for r in records if r["id"] == key} for key in first]
+    assert max(map(len, by_prompt)) == 3
+    with pytest.raises(UserError, match="samples is 2"):
+        regenerate(target, prompts_file, tmp_path / "b.jsonl", AnswerSettings(temperature=0), samples=2)
 
 
 def test_answers_can_be_trained_on(target: TargetModel, prompts_file: Path, tmp_path: Path) -> None:
@@ -100,7 +115,7 @@ def test_long_prompts_are_left_out(target: TargetModel, prompts_file: Path, tmp_
 
 
 def test_answers_that_never_end_are_marked(target: TargetModel, prompts_file: Path) -> None:
-    batch = [(prompt, render_prompt(target.tokenizer, prompt)) for prompt in read_prompts(prompts_file)]
+    batch = [Question(prompt, render_prompt(target.tokenizer, prompt)) for prompt in read_prompts(prompts_file)]
     for answer in answer_batch(target, batch, AnswerSettings(max_new_tokens=16)):
         assert answer.finished == (answer.response_ids[-1] == 1)
         assert 1 not in answer.response_ids[:-1]
