@@ -64,6 +64,7 @@ def compare(
         "target": target.model.name_or_path,
         "settings": asdict(settings)
         | {"prompts": len(prompts), "prompts_digest": _digest(encoded), "runs": list(by_name)},
+        "drafters": {name: drafter.digest for name, drafter in by_name.items()},
     }
     records = _Records(output, header)
     missing = [p for p in prompts if any((name, p.id) not in records.done for name in by_name)]
@@ -224,8 +225,8 @@ class _Records:
             raise UserError(f"output {str(folder)!r} cannot be written ({error.strerror}); choose another") from error
         if lines and json.loads(lines[0]) != json.loads(json.dumps(header)):
             raise UserError(
-                f"{folder} holds a comparison with other settings or on another machine; use the same ones to go on, "
-                "or another --output"
+                f"{folder} holds a comparison with other settings, drafters or prompts, or on another machine; use the "
+                "same ones to go on, or another --output"
             )
         for line in lines[1:]:
             values = json.loads(line)

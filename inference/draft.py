@@ -3,12 +3,13 @@
 Legend: B batch, K drafted tokens, L tokens read, P prefix, T taps, D width, V the target's vocabulary.
 """
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from specheads.inference.distribution import Sampler
 from specheads.inference.draws import draw_uniforms, pick
@@ -64,9 +65,23 @@ class Drafter(ABC):
         """At most `limit` tokens to follow `next_ids_1`; may be fewer or none."""
 
     @property
+    def digest(self) -> str:
+        """Tells drafters of the same name apart, such as a head before and after training; empty without weights."""
+        return ""
+
+    @property
     @abstractmethod
     def memory_bytes(self) -> int:
         """Bytes needed beside the target."""
+
+
+def weights_digest(module: nn.Module) -> str:
+    """Sixteen hex digits of the first 64 numbers of every tensor: training leaves none of them as it was."""
+    hasher = hashlib.sha256()
+    for name, tensor in module.state_dict().items():
+        hasher.update(f"{name}{tuple(tensor.shape)}".encode())
+        hasher.update(tensor.flatten()[:64].double().cpu().numpy().tobytes())
+    return hasher.hexdigest()[:16]
 
 
 def draw_chain(

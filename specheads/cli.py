@@ -290,9 +290,11 @@ def heads() -> None:
 
 def _load_target(name: str, dtype: str, device: str | None, trust_remote_code: bool) -> "TargetModel":
     import torch
+    from transformers.utils import logging
 
     from specheads.target import TargetModel
 
+    logging.disable_progress_bar()  # loading takes seconds, and what stderr holds should be ours
     if dtype not in ("auto", "float32", "bfloat16", "float16", "float64"):
         raise UserError(f"dtype is {dtype!r}, expected auto, float32, bfloat16, float16 or float64")
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -338,11 +340,19 @@ def _drafters(
     for name in models:
         model = TargetModel.load(name, dtype=target.dtype, device=target.device, trust_remote_code=trust_remote_code)
         drafters.append(ModelDrafter(model))
+        drafters[-1].name = _short_name(name)
     for name in heads:
         head = load_head(name, device=target.device, dtype=target.dtype)
         head.bind(target)
         drafters.append(HeadDrafter(head))
+        drafters[-1].name = _short_name(name)
     return drafters
+
+
+def _short_name(path: str) -> str:
+    """The last part of a path that says something: `run` of `work/run/head`."""
+    parts = [part for part in Path(path).parts if part not in ("head", "/")]
+    return parts[-1] if parts else path
 
 
 def _stop(message: str) -> None:

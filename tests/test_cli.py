@@ -15,6 +15,7 @@ from accelerate.state import AcceleratorState
 from click.testing import CliRunner, Result
 from transformers import PreTrainedModel
 
+from specheads.checkpoint import load_head
 from specheads.cli import main
 from specheads.registry import get_head_type
 from specheads.target import TargetModel
@@ -172,6 +173,13 @@ def test_compare_writes_what_the_design_fixes(
     assert after[:6] == records[:6], "finished generations were done again"
     assert len(after) == len(records)
     check_refused(run(*command, "--temperature", "1"), "other settings")
+
+    head = load_head(head_folders["eagle3"])
+    with torch.no_grad():
+        next(head.parameters()).add_(1)
+    head.save_pretrained(tmp_path / "eagle3" / "head")
+    command[4] = tmp_path / "eagle3" / "head"
+    check_refused(run(*command), "other settings")  # the same name, another head
     prompts_file.write_text(prompts_file.read_text().replace("hi there", "ho there"))
     check_refused(run(*command), "other settings")
 

@@ -64,7 +64,9 @@ def train(config: TrainConfig) -> TrainResult | None:
     examples, held_back = _load_data(config, target)
     head = _make_head(config, target, examples)
     provenance = gather_provenance(config, target, digest(examples))
-    check_same_run(output / "run.json", provenance)
+    checkpoints = Checkpoints(output / "checkpoints", config.keep_checkpoints)
+    if checkpoints.steps():  # a run without one lost nothing: it may be begun anew with other settings
+        check_same_run(output / "run.json", provenance)
     write_json(output / "run.json", provenance)
 
     rows = pack(examples, config.data.row_length, seed=config.seed)
@@ -84,7 +86,6 @@ def train(config: TrainConfig) -> TrainResult | None:
     batches = RowBatches(
         len(rows), rows_per_step=config.rows_per_step, seed=config.seed, rank=rank, world_size=processes
     )
-    checkpoints = Checkpoints(output / "checkpoints", config.keep_checkpoints)
     done = checkpoints.load_latest(accelerator)
     metrics = MetricsFile(output / "metrics.jsonl", up_to=done)
     if done:

@@ -15,7 +15,7 @@ import numpy as np
 from tqdm import tqdm
 
 from specheads.errors import UserError
-from specheads.prompts import read_prompts, render_prompt
+from specheads.prompts import read_json_lines, read_prompts, render_prompt
 from specheads.target import TargetModel
 from specheads.train.answer import Answer, AnswerSettings, Question, answer_batch
 from specheads.train.store import FeatureStore
@@ -105,8 +105,7 @@ def _finished(output: Path) -> set[tuple[str, int]]:
         whole = content.rfind(b"\n") + 1
         if whole < len(content):
             file.truncate(whole)
-    records = [json.loads(line) for line in content[:whole].split(b"\n") if line.strip()]
-    return {(record["id"], record["sample"]) for record in records}
+    return {(record["id"], record["sample"]) for _, record in read_json_lines(output)}
 
 
 def _check_manifest(output: Path, target: TargetModel, settings: AnswerSettings) -> None:

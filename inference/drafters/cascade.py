@@ -51,5 +51,9 @@ class CascadeDrafter(Drafter):
         return taps_1LTD[:, :, [self.tap_layers.index(tap) for tap in drafter.tap_layers]]
 
     @property
+    def digest(self) -> str:
+        return " ".join(drafter.digest for drafter in self.drafters)
+
+    @property
     def memory_bytes(self) -> int:
         return sum(drafter.memory_bytes for drafter in self.drafters)

@@ -9,7 +9,7 @@ from torch import Tensor
 from specheads.errors import UserError
 from specheads.head import DraftHead
 from specheads.inference.distribution import Sampler
-from specheads.inference.draft import Draft, Drafter, draw_chain
+from specheads.inference.draft import Draft, Drafter, draw_chain, weights_digest
 from specheads.target import TargetModel
 
 
@@ -79,6 +79,10 @@ class HeadDrafter(Drafter):
             return logits_1Vd
         logits_1V = logits_1Vd.new_full((len(logits_1Vd), self._vocab_size), -torch.inf)
         return logits_1V.index_copy_(1, self.head.draft_vocab_ids, logits_1Vd)
+
+    @property
+    def digest(self) -> str:
+        return weights_digest(self.head)
 
     @property
     def memory_bytes(self) -> int:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from specheads.cache import PreallocatedCache
 from specheads.errors import UserError
 from specheads.inference.distribution import Sampler
-from specheads.inference.draft import Draft, Drafter, draw_chain
+from specheads.inference.draft import Draft, Drafter, draw_chain, weights_digest
 from specheads.target import TargetModel, tokenizer_digest
 
 
@@ -91,6 +91,10 @@ class ModelDrafter(Drafter):
                 "same ids: choose a draft model of the target's family"
             )
         self._same_tokens_as = target
+
+    @property
+    def digest(self) -> str:
+        return weights_digest(self.model.model)
 
     @property
     def memory_bytes(self) -> int:
