@@ -57,6 +57,8 @@ class Sampler:
                     f"{type(processor).__name__} keeps state from token to token; expected processors that depend only "
                     "on the prefix: drop guidance_scale or the SynthID watermark, or generate without a drafter's loop"
                 )
+        # Looks at nothing but values: the same whether tokens of probability 0 are there or left out.
+        self.token_blind = all(type(processor) in _WARPERS for processor in self.processors)
         self.needs_prefix = any(type(processor) not in _ROWWISE for processor in self.processors)
 
     def probs(self, prefix_1P: Tensor, block_1K: Tensor, logits_1NV: Tensor) -> Tensor:

@@ -85,32 +85,45 @@ def weights_digest(module: nn.Module) -> str:
 
 
 def draw_chain(
-    logits_1V: Tensor,
+    logits_1D: Tensor,
     advance: Callable[[Tensor], Tensor],
     *,
     limit: int,
     prefix_1P: Tensor,
     sampler: Sampler,
     generator: torch.Generator,
+    vocab_size: int,
+    draft_vocab_ids: Tensor | None = None,
 ) -> Draft:
     """Draw `limit` tokens one after another from a drafter's logits.
 
     Args:
-        logits_1V: the drafter's logits of the token behind the prefix, over the target's vocabulary.
+        logits_1D: the drafter's logits of the token behind the prefix, over the target's vocabulary or its own.
         advance: takes the token drawn, (1,), and gives the logits of the one behind it; not called for the last token.
         prefix_1P: all tokens before the draft, for processors that look at history.
+        vocab_size: the target's.
+        draft_vocab_ids: target ids of the drafter's own vocabulary. Outside it q is zero under every processor: they
+            see minus infinity there, or nothing where they look at values alone.
     """
-    vocab = logits_1V.shape[-1]
+    compact_ids = draft_vocab_ids if sampler.token_blind else None
     uniforms_1K = draw_uniforms(1, limit, generator)
     ids_1K = prefix_1P[:, :0]
     probs = []
     for depth in range(limit):
-        q_1V = sampler.next_probs(prefix_1P, ids_1K, logits_1V)
+        if draft_vocab_ids is not None and compact_ids is None:
+            full_1V = logits_1D.new_full((1, vocab_size), -torch.inf)
+            logits_1D = full_1V.index_copy_(1, draft_vocab_ids, logits_1D)
+        q_1D = sampler.next_probs(prefix_1P, ids_1K, logits_1D)
         # Processors can rule out every token a drafter knows; the softmax is then not a number, and any q will do.
-        q_1V = q_1V.nan_to_num(nan=1 / vocab)
-        token_1 = pick(q_1V, uniforms_1K[:, depth])
+        q_1D = q_1D.nan_to_num(nan=1 / q_1D.shape[-1])
+        token_1 = pick(q_1D, uniforms_1K[:, depth])
+        token_1 = token_1 if compact_ids is None else compact_ids[token_1]
         ids_1K = torch.cat([ids_1K, token_1[:, None]], dim=1)
-        probs.append(q_1V)
+        probs.append(q_1D)
         if depth + 1 < limit:
-            logits_1V = advance(token_1)
-    return Draft(ids_1K, torch.stack(probs, dim=1))
+            logits_1D = advance(token_1)
+    probs_1KD = torch.stack(probs, dim=1)
+    if compact_ids is None:
+        return Draft(ids_1K, probs_1KD)
+    probs_1KV = probs_1KD.new_zeros(1, limit, vocab_size)
+    return Draft(ids_1K, probs_1KV.index_copy_(2, compact_ids, probs_1KD))

@@ -172,6 +172,11 @@ class DraftHead(nn.Module, ABC):
         return None
 
     @property
+    def trains_projection(self) -> bool:
+        """Whether `project` holds parameters that are trained; False where it is the target's own projection alone."""
+        return True
+
+    @property
     def default_draft_length(self) -> int:
         return min(self.config.default_draft_length, self.max_draft_length or self.config.default_draft_length)
 

@@ -18,6 +18,7 @@ counts.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,19 +108,22 @@ def draft_loss(
     teacher_argmax_N: Tensor | None = None,
     lk_eta: float = 3.0,
     chunk: int = 512,
+    trains_projection: bool = True,
 ) -> LossSums:
     """Loss, acceptance and argmax agreement, summed over N counted positions.
 
-    Draft and target are projected `chunk` positions at a time, and again for the gradient, so that memory grows with
-    chunk x V, not with N x V. Probabilities are float32 (float64 where the logits are). N may be 0: the sums are 0 and
-    the gradient is 0, not missing.
+    Draft and target are projected `chunk` positions at a time, so that memory grows with chunk x V, not with N x V. A
+    projection that is trained is evaluated again for the gradient; a frozen one gives that of the states at once.
+    Probabilities are float32 (float64 where the logits are). N may be 0: the sums are 0 and the gradient is 0, not
+    missing.
 
     Args:
         hidden_ND: the draft's states, rows that count only; `project` makes logits over the draft vocabulary of them.
         teacher_hidden_ND: the target's last hidden states that predict the same tokens; `teacher` makes logits over V.
-            No gradient flows into either. Both projections must be deterministic: they run twice.
+            No gradient flows into either. Both projections must be deterministic: they may run twice.
         labels_N: target ids, int64.
         kind: a key of LOSSES; `lk_eta` belongs to "lk".
+        trains_projection: False promises that `project` holds no parameter that is trained.
         draft_vocab_ids: ascending target ids of the draft vocabulary; None is the full vocabulary.
         teacher_draft_rows: makes the target's logits of the draft vocabulary only. With `teacher_logsumexp_N` (from
             `teacher_summary`) the full projection is not evaluated; the accuracy then needs `teacher_argmax_N`.
@@ -151,18 +155,40 @@ def draft_loss(
             alpha = rows.alpha_n().sum()
         return torch.stack([loss_of(rows).sum(), alpha, accuracy])
 
-    total: Tensor | None = None
+    parts: list[Tensor] = []
+    gradients: list[Tensor] = []
     for start in range(0, max(len(hidden_ND), 1), chunk):
         part = slice(start, start + chunk)
-        inputs = (hidden_ND[part], teacher_hidden_ND[part], labels_N[part])
+        inputs = (teacher_hidden_ND[part], labels_N[part])
         known = tuple(None if x is None else x[part] for x in (teacher_logsumexp_N, teacher_argmax_N))
-        if torch.is_grad_enabled():
-            part_sums = checkpoint(sums, *inputs, *known, use_reentrant=False, preserve_rng_state=False)
+        hidden_nD = hidden_ND[part]
+        if not torch.is_grad_enabled():
+            parts.append(sums(hidden_nD, *inputs, *known))
+        elif trains_projection:
+            kept = {"use_reentrant": False, "preserve_rng_state": False}
+            parts.append(checkpoint(sums, hidden_nD, *inputs, *known, **kept))
         else:
-            part_sums = sums(*inputs, *known)
-        total = part_sums if total is None else total + part_sums
-    assert total is not None
-    return LossSums(total[0], total[1].detach(), total[2].detach(), len(hidden_ND))
+            leaf_nD = hidden_nD.detach().requires_grad_()
+            part_sums = sums(leaf_nD, *inputs, *known)
+            gradients.append(torch.autograd.grad(part_sums[0], leaf_nD)[0])
+            parts.append(part_sums.detach())
+    total = torch.stack(parts).sum(0)
+    loss = _WithGradient.apply(hidden_ND, total[0], torch.cat(gradients)) if gradients else total[0]
+    return LossSums(loss, total[1].detach(), total[2].detach(), len(hidden_ND))
+
+
+class _WithGradient(torch.autograd.Function):
+    """A loss whose gradient with respect to the states is already known."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_ND: Tensor, loss: Tensor, gradient_ND: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient_ND)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (gradient_ND,) = ctx.saved_tensors
+        return gradient_ND * gradients[0], None, None
 
 
 @torch.no_grad()

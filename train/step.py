@@ -73,6 +73,7 @@ class TrainingStep(nn.Module):
                 teacher_draft_rows=head.target_logits if self._knows_summary(batch) else None,
                 teacher_logsumexp_N=known_N[0],
                 teacher_argmax_N=known_N[1],
+                trains_projection=head.trains_projection,
                 lk_eta=config.lk_eta,
                 chunk=config.chunk,
             )

@@ -55,12 +55,14 @@ class HeadDrafter(Drafter):
         self._pending = []
         logits_1Vd = self.head.absorb(self._state, torch.cat(ids, dim=1), torch.cat(taps, dim=1), self._next_ids_1)
         return draw_chain(
-            self._over_target_vocabulary(logits_1Vd),
-            lambda token_1: self._over_target_vocabulary(self.head.advance(self._state, token_1)),
+            logits_1Vd,
+            lambda token_1: self.head.advance(self._state, token_1),
             limit=limit,
             prefix_1P=torch.cat([self._read_1L, self._next_ids_1[:, None]], dim=1),
             sampler=self._sampler,
             generator=self._generator,
+            vocab_size=self._vocab_size,
+            draft_vocab_ids=self.head.draft_vocab_ids,
         )
 
     def _bind(self, target: TargetModel) -> None:
@@ -72,13 +74,6 @@ class HeadDrafter(Drafter):
         if bound is not target:
             self.head.bind(target)
         self.head.eval()
-
-    def _over_target_vocabulary(self, logits_1Vd: Tensor) -> Tensor:
-        """Minus infinity outside the draft vocabulary, so that no processor and no temperature can put mass there."""
-        if self.head.draft_vocab_ids is None:
-            return logits_1Vd
-        logits_1V = logits_1Vd.new_full((len(logits_1Vd), self._vocab_size), -torch.inf)
-        return logits_1V.index_copy_(1, self.head.draft_vocab_ids, logits_1Vd)
 
     @property
     def digest(self) -> str:

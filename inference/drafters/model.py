@@ -69,6 +69,7 @@ class ModelDrafter(Drafter):
             prefix_1P=committed_1C,
             sampler=self._sampler,
             generator=self._generator,
+            vocab_size=self._vocab_size,
         )
         self._cache_bytes = max(self._cache_bytes, self._cache.nbytes)
         return draft

@@ -135,6 +135,10 @@ class Eagle3Head(DraftHead):
     def project(self, hidden: Tensor, depth: int) -> Tensor:
         return self.target_logits(hidden) if self.lm_head is None else self.lm_head(hidden)
 
+    @property
+    def trains_projection(self) -> bool:
+        return self.lm_head is not None
+
     def start(self) -> "_State":
         return _State([KeyValueBuffers() for _ in self.layers])
 
@@ -156,8 +160,8 @@ class Eagle3Head(DraftHead):
         new = tokens_BL.shape[1]
         positions_BL = torch.arange(first_position, first_position + new, device=tokens_BL.device)[None]
         embedded = self.embedding_norm(self.embed(tokens_BL))
-        for layer, buffers in zip(self.layers, state.buffers, strict=True):
-            hidden = layer.draft_step(embedded, hidden, positions_BL, buffers)
+        for index, (layer, buffers) in enumerate(zip(self.layers, state.buffers, strict=True), start=1):
+            hidden = layer.draft_step(embedded, hidden, positions_BL, buffers, only_last=index == len(self.layers))
         output, state.feedback_B1D = self._output(hidden[:, -1:])
         return self.project(output, depth=1)[:, 0]
 
@@ -215,9 +219,14 @@ class _Layer(nn.Module):
             attended = self.attention.attend_steps(query, *memory[0], mask, memory[1:])
         return self._finish(hidden, attended)
 
-    def draft_step(self, embedded: Tensor, hidden: Tensor, positions_BL: Tensor, buffers: KeyValueBuffers) -> Tensor:
+    def draft_step(
+        self, embedded: Tensor, hidden: Tensor, positions_BL: Tensor, buffers: KeyValueBuffers, only_last: bool
+    ) -> Tensor:
+        """Output of all new rows, or of the last alone where nothing reads the others: their keys are all it takes."""
         query, key, value = self.attention.queries_keys_values(self._read(embedded, hidden), positions_BL)
         key, value = buffers.append(key, value)
+        if only_last:
+            query, hidden = query[:, :, -1:], hidden[:, -1:]
         mask = block_mask(query.shape[2], key.shape[2], key.device)
         return self._finish(hidden, self.attention.attend(query, key, value, mask))
 

@@ -84,6 +84,10 @@ class MedusaHead(DraftHead):
         own = self.lm_heads[depth - 1](hidden)
         return own if self.config.projection == "own" else self.target_logits(hidden) + own
 
+    @property
+    def trains_projection(self) -> bool:
+        return self.lm_heads is not None
+
     def start(self) -> "_State":
         return _State()
 

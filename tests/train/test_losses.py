@@ -271,10 +271,34 @@ def test_memory_does_not_grow_with_positions_times_vocabulary() -> None:
     case = Case(count=64)
     with Largest() as largest:
         case.gradients(case.loss(kind="lk", chunk=2).loss)
+        torch.autograd.grad(case.loss(kind="lk", chunk=2, trains_projection=False).loss, case.hidden)
     # Inputs and their gradients have 64 x 8 elements, a chunk's logits 2 x 23; all logits together would be 64 x 23.
     assert largest.elements <= 64 * WIDTH
     assert saved_elements(lambda: case.loss(kind="lk", chunk=2)) < 64 * VOCABULARY
     assert saved_elements(lambda: case.naive("lk")) > 64 * VOCABULARY  # the measure sees what is kept
+
+
+@pytest.mark.parametrize("count", [0, 1, 11])
+@pytest.mark.parametrize("kind", LOSSES)
+def test_a_frozen_projection_gives_the_same_gradient_without_a_second_pass(kind: str, count: int) -> None:
+    case, passes = Case(count=count), 0
+    frozen = case.weight.detach()
+
+    def project(hidden: Tensor) -> Tensor:
+        nonlocal passes
+        passes += 1
+        return hidden @ frozen.T
+
+    inputs = {"teacher_hidden_ND": case.teacher_hidden, "teacher": case.teacher, "labels_N": case.labels}
+    gradients, losses = [], []
+    for trains in (True, False):
+        passes = 0
+        sums = draft_loss(case.hidden, project, **inputs, kind=kind, chunk=4, trains_projection=trains)
+        gradients.append(torch.autograd.grad(3 * sums.loss, case.hidden)[0])
+        losses.append(sums.loss.detach())
+        assert passes == max(-(-count // 4), 1) * (2 if trains else 1)
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-12, atol=1e-14)
 
 
 def test_wrong_use_is_refused() -> None:
