@@ -165,8 +165,7 @@ def draft_loss(
         if not torch.is_grad_enabled():
             parts.append(sums(hidden_nD, *inputs, *known))
         elif trains_projection:
-            kept = {"use_reentrant": False, "preserve_rng_state": False}
-            parts.append(checkpoint(sums, hidden_nD, *inputs, *known, **kept))
+            parts.append(checkpoint(sums, hidden_nD, *inputs, *known, use_reentrant=False, preserve_rng_state=False))
         else:
             leaf_nD = hidden_nD.detach().requires_grad_()
             part_sums = sums(leaf_nD, *inputs, *known)
