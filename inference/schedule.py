@@ -6,8 +6,9 @@ from typing import Protocol
 
 from specheads.inference.theory import expected_tokens_by_position
 
-_OPTIMISM = 0.8  # acceptance assumed at a position before anything was seen there
-_FORGETTING = 0.1  # weight of the newest round in the running acceptance
+_OPTIMISM = 0.8  # acceptance assumed before anything was seen
+_PRIOR = 4.0  # what was seen elsewhere counts as so many tokens at each position
+_MEMORY_ROUNDS = 100.0  # rounds after which an old one counts little
 _MEMORY = 16  # measured rounds kept for each number of drafted tokens
 _FIRST_LENGTHS = (4, 0, 8, 4, 0, 8)  # tried before anything is known; twice, since a first pass often pays for others
 _PROBE_EVERY = 64  # rounds between looks at what the present choice never shows
@@ -40,12 +41,15 @@ class AutoLength:
     """The length that gives most tokens a second, by running acceptance and measured cost; 0 is among the choices.
 
     The cost of drafting n tokens is the time from one read by the host to the next in past rounds that drafted n, so it
-    holds everything a round does. Lengths not tried yet lie on straight lines between those that were.
+    holds everything a round does. Lengths not tried yet lie on straight lines between those that were. Acceptance at a
+    position is a running mean, drawn towards that of all positions where little was seen: greedy decoding shows only
+    zeros and ones, and the later positions are rarely reached.
     """
 
     def __init__(self, longest: int) -> None:
         self.longest = longest
-        self._acceptance: list[float] = []
+        self._accepted = [0.0] * longest  # at each position, sums in which old rounds fade
+        self._reached = [0.0] * longest
         self._seconds: dict[int, deque[float]] = {}
         self._planned = deque(min(length, longest) for length in _FIRST_LENGTHS)
         self._rounds = 0
@@ -62,14 +66,23 @@ class AutoLength:
     def record(self, *, drafted: int, overlaps: list[float], seconds: float) -> None:
         self._rounds += 1
         self._seconds.setdefault(drafted, deque(maxlen=_MEMORY)).append(seconds)
+        if drafted:  # positions not reached fade as well, or bad luck there would never be forgotten
+            kept = 1 - 1 / _MEMORY_ROUNDS
+            self._accepted = [kept * accepted for accepted in self._accepted]
+            self._reached = [kept * reached for reached in self._reached]
         for position, overlap in enumerate(overlaps):
-            if position == len(self._acceptance):
-                self._acceptance.append(_OPTIMISM)
-            self._acceptance[position] += _FORGETTING * (overlap - self._acceptance[position])
+            self._accepted[position] += overlap
+            self._reached[position] += 1
+
+    def acceptance(self) -> list[float]:
+        """The acceptance to expect at each position."""
+        everywhere = (sum(self._accepted) + _PRIOR * _OPTIMISM) / (sum(self._reached) + _PRIOR)
+        pairs = zip(self._accepted, self._reached, strict=True)
+        return [(accepted + _PRIOR * everywhere) / (reached + _PRIOR) for accepted, reached in pairs]
 
     def best(self) -> int:
         """The length with most expected tokens a second; the shortest among equals."""
-        acceptance = [*self._acceptance, *[(self._acceptance or [_OPTIMISM])[-1]] * self.longest]
+        acceptance = self.acceptance()
         return max(
             range(self.longest + 1), key=lambda n: expected_tokens_by_position(acceptance[:n]) / self.round_seconds(n)
         )

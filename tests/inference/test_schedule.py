@@ -8,25 +8,40 @@ from specheads.inference.schedule import AutoLength, FixedLength
 from specheads.inference.theory import best_draft_length, expected_tokens
 
 
-def simulate(schedule: AutoLength, alpha: float, c: float, rho: float, rounds: int, seed: int = 0) -> list[int]:
-    """Lengths chosen on a machine with draft cost c and verify cost 1 + rho (n - 1); noisy times, rare hiccups."""
+def simulate(
+    schedule: AutoLength, alpha: float, c: float, rho: float, rounds: int, seed: int = 0, greedy: bool = False
+) -> list[int]:
+    """Lengths chosen on a machine with draft cost c and verify cost 1 + rho (n - 1); noisy times, rare hiccups.
+
+    Greedy decoding shows only whether a token was accepted, sampling the overlap itself.
+    """
     rng = random.Random(seed)
     chosen = []
     for _ in range(rounds):
         n = schedule.choose(100)
         accepted = next((k for k in range(n) if rng.random() > alpha), n)
         seconds = (n * c + 1 + rho * n) * rng.uniform(0.95, 1.05) * (5 if rng.random() < 0.02 else 1)
-        schedule.record(drafted=n, overlaps=[alpha] * min(accepted + 1, n), seconds=seconds)
+        overlaps = [1.0] * accepted + [0.0] * (accepted < n) if greedy else [alpha] * min(accepted + 1, n)
+        schedule.record(drafted=n, overlaps=overlaps, seconds=seconds)
         chosen.append(n)
     return chosen
 
 
-@pytest.mark.parametrize(
-    ("alpha", "c", "rho"),
-    [(0.8, 0.05, 0.02), (0.6, 0.1, 0.05), (0.95, 0.02, 0.01), (0.5, 0.3, 0.1), (0.2, 0.5, 0.1), (0.7, 1.2, 0.0)],
-)
-def test_it_finds_a_length_near_the_best(alpha: float, c: float, rho: float) -> None:
-    chosen = simulate(AutoLength(16), alpha, c, rho, 600)[300:]
+MACHINES = [
+    (0.8, 0.05, 0.02),
+    (0.6, 0.1, 0.05),
+    (0.5, 0.06, 0.04),
+    (0.95, 0.02, 0.01),
+    (0.5, 0.3, 0.1),
+    (0.2, 0.5, 0.1),
+    (0.7, 1.2, 0.0),
+]
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+@pytest.mark.parametrize(("alpha", "c", "rho"), MACHINES)
+def test_it_finds_a_length_near_the_best(alpha: float, c: float, rho: float, greedy: bool) -> None:
+    chosen = simulate(AutoLength(16), alpha, c, rho, 600, greedy=greedy)[300:]
 
     def rate(n: int) -> float:
         return expected_tokens(alpha, n) / (n * c + 1 + rho * n)
