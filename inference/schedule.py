@@ -6,8 +6,8 @@ from typing import Protocol
 
 from specheads.inference.theory import expected_tokens_by_position
 
-_OPTIMISM = 0.8  # acceptance assumed before anything was seen
-_PRIOR = 4.0  # what was seen elsewhere counts as so many tokens at each position
+_OPTIMISM = 0.6  # acceptance assumed before anything was seen
+_PRIOR = 12.0  # what was seen elsewhere counts as so many tokens at each position
 _MEMORY_ROUNDS = 100.0  # rounds after which an old one counts little
 _MEMORY = 16  # measured rounds kept for each number of drafted tokens
 _FIRST_LENGTHS = (4, 0, 8, 4, 0, 8)  # tried before anything is known; twice, since a first pass often pays for others

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from specheads.config import HeadConfig, TargetFingerprint, parse
 from specheads.errors import UserError
+from specheads.layers import linear
 from specheads.target import TargetModel
 
 
@@ -147,7 +148,7 @@ class DraftHead(nn.Module, ABC):
         bias = getattr(self.target.projection, "bias", None)
         if bias is not None and self.draft_vocab_ids is not None:
             bias = bias[self.draft_vocab_ids]
-        logits = nn.functional.linear(hidden.to(rows.dtype), rows, None if bias is None else bias.detach())
+        logits = linear(hidden.to(rows.dtype), rows, None if bias is None else bias.detach())
         return self.target.shape_logits(logits)
 
     @property

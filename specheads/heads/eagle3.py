@@ -18,7 +18,17 @@ from torch import Tensor, nn
 from specheads.config import HeadConfig
 from specheads.errors import UserError
 from specheads.head import DraftHead, HeadInputs
-from specheads.layers import GatedMLP, KeyValueBuffers, RMSNorm, RotaryAttention, block_mask
+from specheads.layers import (
+    GatedMLP,
+    KeyValueBuffers,
+    Linear,
+    RMSNorm,
+    RotaryAttention,
+    RotaryTable,
+    Rotation,
+    block_mask,
+    rotary,
+)
 from specheads.registry import register_head
 from specheads.target import TargetModel
 
@@ -74,11 +84,11 @@ class Eagle3Head(DraftHead):
         self.tap_norms = nn.ModuleList(
             RMSNorm(width, eps=config.norm_eps) for _ in range(taps if config.norm_taps else 0)
         )
-        self.fc = nn.Linear(taps * width, width, bias=False)
+        self.fc = Linear(taps * width, width, bias=False)
         self.embedding_norm = RMSNorm(width, eps=config.norm_eps)
         self.layers: Any = nn.ModuleList(_Layer(config, first=index == 0) for index in range(config.num_layers))
         self.norm = RMSNorm(width, eps=config.norm_eps)
-        self.lm_head = nn.Linear(width, config.num_draft_tokens, bias=False) if config.projection == "own" else None
+        self.lm_head = Linear(width, config.num_draft_tokens, bias=False) if config.projection == "own" else None
 
     @classmethod
     def default_options(cls, target: TargetModel) -> dict[str, Any]:
@@ -125,9 +135,10 @@ class Eagle3Head(DraftHead):
         memories: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.layers]
         for step in range(depth):
             embedded = self.embedding_norm(self.embed(inputs.ids_ahead(step + 1)))
+            rotation = rotary(inputs.position_ids_BL + step, self.config.head_dim, self.config.rope_theta)
             hidden = feedback
             for layer, memory in zip(self.layers, memories, strict=True):
-                hidden = layer.train_step(embedded, hidden, inputs.position_ids_BL + step, mask, memory)
+                hidden = layer.train_step(embedded, hidden, rotation, mask, memory)
             output, feedback = self._output(hidden)
             outputs.append(output)
         return outputs
@@ -140,7 +151,8 @@ class Eagle3Head(DraftHead):
         return self.lm_head is not None
 
     def start(self) -> "_State":
-        return _State([KeyValueBuffers() for _ in self.layers])
+        table = RotaryTable(self.config.head_dim, self.config.rope_theta, self.dtype, self.fc.weight.device)
+        return _State([KeyValueBuffers() for _ in self.layers], table)
 
     def absorb(self, state: "_State", ids_BL: Tensor, taps_BLTD: Tensor, next_ids_B: Tensor) -> Tensor:
         for buffers in state.buffers:
@@ -157,11 +169,10 @@ class Eagle3Head(DraftHead):
         return self._step(state, ids_B[:, None], state.feedback_B1D, state.context - 1 + state.drafted)
 
     def _step(self, state: "_State", tokens_BL: Tensor, hidden: Tensor, first_position: int) -> Tensor:
-        new = tokens_BL.shape[1]
-        positions_BL = torch.arange(first_position, first_position + new, device=tokens_BL.device)[None]
+        rotation = state.rotary.at(first_position, tokens_BL.shape[1])
         embedded = self.embedding_norm(self.embed(tokens_BL))
         for index, (layer, buffers) in enumerate(zip(self.layers, state.buffers, strict=True), start=1):
-            hidden = layer.draft_step(embedded, hidden, positions_BL, buffers, only_last=index == len(self.layers))
+            hidden = layer.draft_step(embedded, hidden, rotation, buffers, only_last=index == len(self.layers))
         output, state.feedback_B1D = self._output(hidden[:, -1:])
         return self.project(output, depth=1)[:, 0]
 
@@ -169,8 +180,9 @@ class Eagle3Head(DraftHead):
 class _State:
     """While drafting: keys and values by layer, how many belong to the context, the last output, depths drafted."""
 
-    def __init__(self, buffers: list[KeyValueBuffers]) -> None:
+    def __init__(self, buffers: list[KeyValueBuffers], table: RotaryTable) -> None:
         self.buffers = buffers
+        self.rotary = table
         self.context = 0
         self.drafted = 0
         self.feedback_B1D: Tensor | None = None
@@ -190,7 +202,6 @@ class _Layer(nn.Module):
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            rope_theta=config.rope_theta,
         )
         self.mlp_norm = RMSNorm(width, eps=config.norm_eps)
         self.mlp = GatedMLP(width, config.intermediate_size)
@@ -207,11 +218,11 @@ class _Layer(nn.Module):
         self,
         embedded: Tensor,
         hidden: Tensor,
-        positions_BL: Tensor,
+        rotation: Rotation,
         mask: Tensor,
         memory: list[tuple[Tensor, Tensor]],
     ) -> Tensor:
-        query, key, value = self.attention.queries_keys_values(self._read(embedded, hidden), positions_BL)
+        query, key, value = self.attention.queries_keys_values(self._read(embedded, hidden), rotation)
         memory.append((key, value))
         if len(memory) == 1:
             attended = self.attention.attend(query, key, value, mask)
@@ -220,10 +231,10 @@ class _Layer(nn.Module):
         return self._finish(hidden, attended)
 
     def draft_step(
-        self, embedded: Tensor, hidden: Tensor, positions_BL: Tensor, buffers: KeyValueBuffers, only_last: bool
+        self, embedded: Tensor, hidden: Tensor, rotation: Rotation, buffers: KeyValueBuffers, only_last: bool
     ) -> Tensor:
         """Output of all new rows, or of the last alone where nothing reads the others: their keys are all it takes."""
-        query, key, value = self.attention.queries_keys_values(self._read(embedded, hidden), positions_BL)
+        query, key, value = self.attention.queries_keys_values(self._read(embedded, hidden), rotation)
         key, value = buffers.append(key, value)
         if only_last:
             query, hidden = query[:, :, -1:], hidden[:, -1:]

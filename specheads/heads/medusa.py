@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from specheads.config import HeadConfig, ProjectionKind
 from specheads.errors import UserError
 from specheads.head import DraftHead, HeadInputs
+from specheads.layers import Linear
 from specheads.registry import register_head
 from specheads.target import TargetModel
 
@@ -55,7 +56,7 @@ class MedusaHead(DraftHead):
         )
         self.lm_heads: Any = None  # a ModuleList, one entry a depth
         if config.projection == "own":
-            self.lm_heads = nn.ModuleList(nn.Linear(width, tokens, bias=False) for _ in depths)
+            self.lm_heads = nn.ModuleList(Linear(width, tokens, bias=False) for _ in depths)
         elif config.projection == "low_rank":
             self.lm_heads = nn.ModuleList(_LowRank(width, tokens, config.rank) for _ in depths)
 
@@ -117,7 +118,7 @@ class _ResidualBlock(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.linear = nn.Linear(width, width)
+        self.linear = Linear(width, width)
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
 
@@ -130,8 +131,8 @@ class _LowRank(nn.Module):
 
     def __init__(self, width: int, tokens: int, rank: int) -> None:
         super().__init__()
-        self.down = nn.Linear(width, rank, bias=False)
-        self.up = nn.Linear(rank, tokens, bias=False)
+        self.down = Linear(width, rank, bias=False)
+        self.up = Linear(rank, tokens, bias=False)
         nn.init.zeros_(self.up.weight)
 
     def forward(self, x: Tensor) -> Tensor:
