@@ -129,5 +129,19 @@ def refuse_inputs(target: TargetModel, model: object, input_ids: Tensor, model_k
             raise _refusal(name, type(value).__name__)
 
 
+def refuse_length(target: TargetModel, input_ids: Tensor, config: GenerationConfig) -> None:
+    """Refuse to run past the positions that a target has embeddings for; the last token is never read.
+
+    Raises:
+        UserError: says how many tokens there are, and how many positions.
+    """
+    longest, limit = config.max_length - 1, target.max_positions
+    if limit is not None and longest > limit:
+        raise UserError(
+            f"a prompt of {input_ids.shape[1]} tokens and {config.max_length - input_ids.shape[1]} new ones take "
+            f"{longest} positions, the target has {limit}; lower max_new_tokens or shorten the prompt"
+        )
+
+
 def _refusal(name: str, value: object) -> UserError:
     return UserError(f"{name}={value} cannot be honoured by speculative decoding here; leave it out")

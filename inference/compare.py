@@ -7,7 +7,6 @@ the same command goes on where it was stopped.
 
 import hashlib
 import json
-import os
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -19,6 +18,7 @@ import torch
 from tqdm import tqdm
 
 from specheads.errors import UserError
+from specheads.files import write_json
 from specheads.inference.draft import Drafter
 from specheads.inference.drafters.none import NoDrafter
 from specheads.inference.report import write_report
@@ -41,6 +41,7 @@ class Record:
     token_ids: list[int]
     finish_reason: str
     stats: Stats
+    extra_memory_bytes: int
 
 
 def compare(
@@ -70,19 +71,22 @@ def compare(
     missing = [p for p in prompts if any((name, p.id) not in records.done for name in by_name)]
     if missing:
         for decoder in decoders.values():  # first passes pay for allocation; they are not counted
-            settings.generate(decoder, encoded[0].to(target.device), max_new_tokens=16)
+            settings.generate(decoder, encoded[0].to(target.device), "first passes", max_new_tokens=16)
     with tqdm(total=len(prompts) * len(decoders), initial=len(records.done), unit="generation") as progress:
         for turn, (prompt, ids_1P) in enumerate(zip(prompts, encoded, strict=True)):
             names = list(decoders)
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
                 if (name, prompt.id) in records.done:
                     continue
-                result = settings.generate(decoders[name], ids_1P.to(target.device))
+                result = settings.generate(decoders[name], ids_1P.to(target.device), prompt.id)
                 new_ids = result.sequences[0, ids_1P.shape[1] :].tolist()
-                records.add(Record(name, prompt.id, prompt.category, new_ids, result.finish_reason, result.stats))
+                memory = by_name[name].memory_bytes
+                records.add(
+                    Record(name, prompt.id, prompt.category, new_ids, result.finish_reason, result.stats, memory)
+                )
                 progress.update()
     results = header | {"runs": summarise(records.all, by_name, settings)}
-    _write_json(output / "results.json", results)
+    write_json(output / "results.json", results)
     write_report(results, output / "report.html")
     return results
 
@@ -101,7 +105,8 @@ def summarise(
             category: _figures([record for record in own if record.category == category], plain, settings)
             for category in categories
         }
-        runs.append({"name": name, "drafter": drafter.kind, "extra_memory_bytes": drafter.memory_bytes} | figures)
+        memory = max(record.extra_memory_bytes for record in own)
+        runs.append({"name": name, "drafter": drafter.kind, "extra_memory_bytes": memory} | figures)
     return runs
 
 
@@ -242,18 +247,12 @@ class _Records:
     def _read_whole_lines(self) -> list[str]:
         if not self.path.exists():
             return []
-        content = self.path.read_text(encoding="utf-8")
-        whole, _, rest = content.rpartition("\n")
-        if rest:  # a killed run's unfinished line
-            self.path.write_text(whole + "\n" if whole else "", encoding="utf-8")
-        return [line for line in whole.split("\n") if line]
+        with self.path.open("r+b") as file:
+            content = file.read()
+            whole = content[: content.rfind(b"\n") + 1]
+            file.truncate(len(whole))  # drops a killed run's unfinished line
+        return [line for line in whole.decode("utf-8").split("\n") if line]
 
 
 def _text(value: float | None, form: str, unit: str = "") -> str:
     return "-" if value is None else f"{value:{form}}{unit}"
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, path)

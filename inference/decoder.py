@@ -22,7 +22,13 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 from specheads.errors import UserError
-from specheads.inference.arguments import caller_arguments, refuse_arguments, refuse_inputs, refuse_settings
+from specheads.inference.arguments import (
+    caller_arguments,
+    refuse_arguments,
+    refuse_inputs,
+    refuse_length,
+    refuse_settings,
+)
 from specheads.inference.clock import RoundClock
 from specheads.inference.distribution import Sampler
 from specheads.inference.draft import Draft, Drafter
@@ -159,6 +165,7 @@ class SpeculativeDecoder:
     ) -> GenerationResult:
         refuse_settings(generation_config)
         refuse_inputs(self.target, model, input_ids, model_kwargs)
+        refuse_length(self.target, input_ids, generation_config)
         sampler = Sampler(logits_processor, do_sample=bool(generation_config.do_sample))
         output = Output(input_ids, Stops(stopping_criteria, generation_config.max_length), streamer)
         return self._decode(output, sampler, make_generator(self.target.device, seed))
@@ -190,7 +197,7 @@ class SpeculativeDecoder:
 
             clock.mark()
             drafter.observe(read.ids_1L, read.taps_1LTD, verdict.next_token)
-            draft = drafter.propose(self._length.choose(min(output.room, session.room) - 1))
+            draft = drafter.propose(self._length.choose(output.room - 1))
             clock.mark()
             scored = session.score(verdict.next_token, draft)
             clock.mark()

@@ -25,7 +25,7 @@ def generate_texts(
     assert target.tokenizer is not None
     encoded = [(prompt, render_prompt(target.tokenizer, prompt, raw=settings.raw)) for prompt in prompts]
     for prompt, ids in encoded:
-        result = settings.generate(decoder, torch.tensor([ids], device=target.device))
+        result = settings.generate(decoder, torch.tensor([ids], device=target.device), prompt.id)
         new_ids, stats = result.sequences[0, len(ids) :].tolist(), result.stats
         yield {
             "id": prompt.id,

@@ -11,7 +11,8 @@ _PRIOR = 12.0  # what was seen elsewhere counts as so many tokens at each positi
 _MEMORY_ROUNDS = 100.0  # rounds after which an old one counts little
 _MEMORY = 16  # measured rounds kept for each number of drafted tokens
 _FIRST_LENGTHS = (4, 0, 8, 4, 0, 8)  # tried before anything is known; twice, since a first pass often pays for others
-_PROBE_EVERY = 64  # rounds between looks at what the present choice never shows
+_PROBE_EVERY = 128  # rounds between looks at what the present choice never shows
+_RETRY_EVERY = 64  # the same while nothing is drafted, which shows nothing of the text
 
 
 class DraftLength(Protocol):
@@ -52,19 +53,20 @@ class AutoLength:
         self._reached = [0.0] * longest
         self._seconds: dict[int, deque[float]] = {}
         self._planned = deque(min(length, longest) for length in _FIRST_LENGTHS)
-        self._rounds = 0
+        self._since_probe = 0
 
     def choose(self, limit: int) -> int:
-        if not self._planned and self._rounds % _PROBE_EVERY == 0:
-            best = self.best()
+        best = self.best()
+        if not self._planned and self._since_probe >= (_PROBE_EVERY if best else _RETRY_EVERY):
+            self._since_probe = 0
             # The first of two rounds after a pause pays for the pause: the drafter takes in what it left out.
             start = min(_FIRST_LENGTHS[0], self.longest)
             self._planned.extend([0, min(2 * best, self.longest)] if best else [start, start])
-        length = self._planned.popleft() if self._planned else self.best()
+        length = self._planned.popleft() if self._planned else best
         return min(length, limit)
 
     def record(self, *, drafted: int, overlaps: list[float], seconds: float) -> None:
-        self._rounds += 1
+        self._since_probe += 1
         self._seconds.setdefault(drafted, deque(maxlen=_MEMORY)).append(seconds)
         if drafted:  # positions not reached fade as well, or bad luck there would never be forgotten
             kept = 1 - 1 / _MEMORY_ROUNDS

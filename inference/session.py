@@ -3,7 +3,6 @@
 Legend: P prompt, K drafted tokens, L tokens read and kept, T taps, D width.
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,12 +33,6 @@ class TargetSession:
         self.target = target
         self.tap_layers = tuple(tap_layers)
         self.cache = PreallocatedCache(target.config)
-        self._longest = getattr(target.config, "max_position_embeddings", None) or sys.maxsize
-
-    @property
-    def room(self) -> int:
-        """Tokens that the next pass can read within the target's positions; at least the newest one."""
-        return max(self._longest - self.cache.get_seq_length(), 1)
 
     def start(self, prompt_1P: Tensor) -> TargetOutput:
         """Prefill: reads the whole prompt, scores only the token behind it, taps every position."""

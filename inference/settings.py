@@ -1,5 +1,6 @@
 """How `generate` and `compare` decode: the command line's options as one checked object."""
 
+import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,7 @@ class DecodeSettings:
             "top_p": (0 < self.top_p <= 1, "more than 0 and at most 1 (off)"),
             "min_p": (0 <= self.min_p <= 1, "from 0 (off) to 1"),
             "repetition_penalty": (0 < self.repetition_penalty < float("inf"), "more than 0; 1 is off"),
+            "seed": (self.seed >= 0, "0 or more"),
         }
         for name, (fits, expected) in ranges.items():
             if not fits:
@@ -66,6 +68,9 @@ class DecodeSettings:
         length = "auto" if drafter.kind == "none" else self.draft_length
         return SpeculativeDecoder(target, drafter, verification=self.verification, draft_length=length)
 
-    def generate(self, decoder: SpeculativeDecoder, ids_1P: Tensor, **changes: Any) -> GenerationResult:
-        """Continue a prompt (1, length)."""
-        return decoder.generate(ids_1P, seed=self.seed, **self.generation_arguments | changes)
+    def generate(self, decoder: SpeculativeDecoder, ids_1P: Tensor, prompt_id: str, **changes: Any) -> GenerationResult:
+        """Continue a prompt (1, length). Its random numbers are drawn from the seed and its id: each has its own, and
+        every drafter starts from the same."""
+        key = hashlib.sha256(f"{self.seed}:{prompt_id}".encode()).digest()
+        seed = int.from_bytes(key[:8], "big") >> 1  # generators take 63 bits
+        return decoder.generate(ids_1P, seed=seed, **self.generation_arguments | changes)

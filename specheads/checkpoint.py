@@ -1,7 +1,6 @@
 """A head on disk: `config.json`, `model.safetensors` and `provenance.json`. Loading is strict and reads no pickle."""
 
 import json
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from specheads.config import FORMAT_VERSION, parse
 from specheads.errors import UserError
+from specheads.files import write_json, write_whole
 from specheads.head import DraftHead
 from specheads.registry import get_head_type
 
@@ -21,7 +21,7 @@ CONFIG, WEIGHTS, PROVENANCE = "config.json", "model.safetensors", "provenance.js
 
 
 def save_head(head: DraftHead, directory: Path, provenance: dict[str, Any] | None = None) -> None:
-    """Write a head's checkpoint; each file appears whole or not at all.
+    """Write a head's checkpoint; each file appears whole or not at all. `provenance` is by default what it came with.
 
     Raises:
         UserError: the folder cannot be written.
@@ -29,9 +29,9 @@ def save_head(head: DraftHead, directory: Path, provenance: dict[str, Any] | Non
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        _write_whole(directory / WEIGHTS, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
-        _write_json(directory / PROVENANCE, provenance or {})
-        _write_json(directory / CONFIG, head.config.model_dump(mode="json"))
+        write_whole(directory / WEIGHTS, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+        write_json(directory / PROVENANCE, head.provenance if provenance is None else provenance)
+        write_json(directory / CONFIG, head.config.model_dump(mode="json"))
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"head cannot be written to {str(directory)!r} ({reason}); choose another place") from error
@@ -54,6 +54,7 @@ def load_head(
     with torch.device("meta"):  # no random numbers are spent on tensors that the file replaces
         head = head_type(parse(head_type.Config, config, str(folder / CONFIG)))
     head.load_state_dict(_read_tensors(folder / WEIGHTS, head), strict=True, assign=True)
+    head.provenance = read_provenance(folder)
     return head.to(device=device, dtype=dtype).eval()
 
 
@@ -80,6 +81,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UserError(
             f"{folder / CONFIG} cannot be read ({error}); expected a head's configuration in JSON"
         ) from error
+    if isinstance(config, dict) and "model_type" in config and "format_version" not in config:
+        raise UserError(f"{str(folder)!r} holds a whole model, not a head; draft with it by --draft-model")
     if not isinstance(config, dict) or "type" not in config or "format_version" not in config:
         raise UserError(f"{folder / CONFIG} is not a head's configuration; expected a head written by specheads train")
     if config["format_version"] != FORMAT_VERSION:
@@ -130,13 +133,3 @@ def _read_tensors(path: Path, head: DraftHead) -> dict[str, torch.Tensor]:
         if tensor.is_floating_point() != expected[name].is_floating_point():
             raise UserError(f"{path}: tensor {name} has dtype {tensor.dtype}; the checkpoint is not this head's")
     return tensors
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    _write_whole(path, lambda partial: partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8"))
-
-
-def _write_whole(path: Path, write: Any) -> None:
-    partial = path.with_name(path.name + ".partial")
-    write(partial)
-    os.replace(partial, path)

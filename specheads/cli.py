@@ -338,7 +338,13 @@ def _drafters(
 
     drafters: list[Drafter] = [LookupDrafter()] if lookup else []
     for name in models:
-        model = TargetModel.load(name, dtype=target.dtype, device=target.device, trust_remote_code=trust_remote_code)
+        model = TargetModel.load(
+            name,
+            dtype=target.dtype,
+            device=target.device,
+            trust_remote_code=trust_remote_code,
+            what="draft model",
+        )
         drafters.append(ModelDrafter(model))
         drafters[-1].name = _short_name(name)
     for name in heads:

@@ -81,6 +81,7 @@ class DraftHead(nn.Module, ABC):
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         self.config = config
+        self.provenance: dict[str, Any] = {}
         self._borrowed: _Borrowed | None = None
         ids = None if config.draft_vocab_size is None else torch.full((config.draft_vocab_size,), -1)
         self.register_buffer("draft_vocab_ids", ids)
@@ -231,7 +232,7 @@ class DraftHead(nn.Module, ABC):
     # Keeping one
 
     def save_pretrained(self, directory: str | Path, provenance: dict[str, Any] | None = None) -> None:
-        """Write the head's checkpoint; see `specheads.checkpoint`."""
+        """Write the head's checkpoint; see `specheads.checkpoint`. `provenance` is by default what it came with."""
         from specheads.checkpoint import save_head
 
         save_head(self, Path(directory), provenance)

@@ -20,7 +20,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Drafting reads one row a step and is bound by reading the weights: in bfloat16 on a CPU the matrix-vector product
     reads them half again as fast.
     """
-    if x.numel() != weight.shape[1] or torch.is_grad_enabled():
+    one_row = x.numel() == weight.shape[1] and x.dtype == weight.dtype  # autocast is left to torch
+    if not one_row or torch.is_grad_enabled():
         return nn.functional.linear(x, weight, bias)
     product = torch.mv(weight, x.flatten())
     return (product if bias is None else product + bias).view(*x.shape[:-1], -1)

@@ -83,7 +83,7 @@ def parse_prompt(record: dict[str, Any], *, number: int, where: str) -> Prompt:
     Of several `turns` the first is used (see the top of this file). A key that is None counts as absent.
 
     Raises:
-        UserError: none of the keys, a wrong type, an empty text, or `messages` that do not end with a user message.
+        UserError: none of the keys, a wrong type, or `messages` that do not end with a user message.
     """
     identifier, category = record.get("id"), record.get("category")
     if isinstance(identifier, (list, dict)) or isinstance(category, (list, dict)):
@@ -171,6 +171,11 @@ def _parse_object(line: str, where: str) -> dict[str, Any]:
         raise UserError(f"{where} is not JSON: {error.msg} at column {error.colno}") from error
     if not isinstance(record, dict):
         raise UserError(f"{where}: expected a JSON object, got {type(record).__name__}")
+    try:
+        if "\\u" in line:
+            json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{where} holds half a character (a lone surrogate); mend the text or leave it out") from error
     return record
 
 

@@ -63,8 +63,9 @@ class TargetModel:
         device: str | torch.device | None = None,
         trust_remote_code: bool = False,
         attn_implementation: str | None = None,
+        what: str = "target",
     ) -> "TargetModel":
-        """Load a target and its tokenizer from a local folder or a hub name.
+        """Load a target and its tokenizer from a local folder or a hub name; `what` it is opens error messages.
 
         Raises:
             UserError: there is no such model, or transformers cannot load it.
@@ -81,13 +82,13 @@ class TargetModel:
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise UserError(
-                f"target {name!r} cannot be loaded ({reason}); expected a folder written by save_pretrained or a "
+                f"{what} {name!r} cannot be loaded ({reason}); expected a folder written by save_pretrained or a "
                 "model's name on the hub"
             ) from error
         if loaded["missing_keys"]:
             missing = sorted(loaded["missing_keys"])
             raise UserError(
-                f"target {name!r} cannot be loaded (it lacks tensor {missing[0]}, {len(missing)} in all, which would "
+                f"{what} {name!r} cannot be loaded (it lacks tensor {missing[0]}, {len(missing)} in all, which would "
                 "be random); expected a whole causal language model"
             )
         return cls(model.to(device) if device is not None else model, tokenizer)
@@ -138,6 +139,13 @@ class TargetModel:
         }
 
     @property
+    def max_positions(self) -> int | None:
+        """Positions that the target has an embedding for; None where positions are computed (rotary and the like)."""
+        if getattr(self.config, "rope_parameters", None):
+            return None
+        return getattr(self.config, "max_position_embeddings", None)
+
+    @property
     def rope_theta(self) -> float:
         """Base of the rotary positions; 10000 for models that have none."""
         parameters = getattr(self.config, "rope_parameters", None) or {}
@@ -147,7 +155,7 @@ class TargetModel:
         """Weights of a layer built as in Llama, and of the final norm, under short names.
 
         Raises:
-            UserError: the target's layers are built otherwise.
+            UserError: the target's layers are built otherwise: other parts, biases, norms that do more than multiply.
         """
         layer: Any = self._layers[index]
         short: dict[str, Tensor] = {}
@@ -156,12 +164,22 @@ class TargetModel:
         try:
             for name, key in names.items():
                 short[key] = layer.get_submodule(name).weight.detach()
-            short["final_norm"] = self._decoder.norm.weight.detach()
+            norms = {"input_norm": layer.input_layernorm, "final_norm": self._decoder.norm}
+            short["final_norm"] = norms["final_norm"].weight.detach()
         except AttributeError as error:
-            raise UserError(
-                f"layers of {type(self.model).__name__} are not built like Llama's ({error}); use start_from random"
-            ) from error
+            raise self._unlike_llama(str(error)) from error
+        other = [name for name, _ in layer.named_parameters() if name.removesuffix(".weight") not in names]
+        if other:
+            raise self._unlike_llama(f"they have {other[0]}")
+        for name, norm in norms.items():  # of a row of ones Llama's norm makes its weight
+            weight = short[name].float()
+            if not torch.allclose(norm(torch.ones_like(short[name])[None])[0].float(), weight, rtol=0.02, atol=1e-3):
+                raise self._unlike_llama("their norms do not multiply by their weight alone")
         return short
+
+    def _unlike_llama(self, reason: str) -> UserError:
+        kind = type(self.model).__name__
+        return UserError(f"layers of {kind} are not built like Llama's ({reason}); use start_from auto or random")
 
     @torch.no_grad()
     def forward(

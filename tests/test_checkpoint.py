@@ -241,7 +241,7 @@ def test_a_write_that_fails_leaves_the_old_checkpoint_whole(
     if stage == "weights":
         monkeypatch.setattr(checkpoint, "save_file", fail_half)
     else:
-        monkeypatch.setattr(checkpoint, "_write_json", fail_config)
+        monkeypatch.setattr(checkpoint, "write_json", fail_config)
     with pytest.raises(UserError, match="No space left on device"):
         save_head(head, folder, {"data": "new"})
     after = {path.name: path.read_bytes() for path in folder.iterdir() if not path.name.endswith(".partial")}
@@ -260,6 +260,16 @@ def test_a_first_write_that_fails_leaves_no_checkpoint(
         save_head(head, tmp_path / "new")
     with pytest.raises(UserError, match=r"holds no config.json"):
         load_head(tmp_path / "new")
+
+
+def test_a_head_keeps_where_it_came_from(head: DraftHead, tmp_path: Path) -> None:
+    head.save_pretrained(tmp_path / "one", {"data": "x"})
+    load_head(tmp_path / "one").save_pretrained(tmp_path / "two")
+    assert read_provenance(tmp_path / "two") == {"data": "x"}
+
+
+def test_a_whole_model_is_told_from_a_head(tiny_target_folder: Path) -> None:
+    refuse(tiny_target_folder, "holds a whole model, not a head; draft with it by --draft-model")
 
 
 def test_provenance(folder: Path) -> None:

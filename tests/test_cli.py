@@ -140,6 +140,16 @@ def test_generate_prints_the_text_of_one_prompt(tiny_target_folder: Path) -> Non
     assert result.stdout == again.stdout
 
 
+def test_every_prompt_is_sampled_with_numbers_of_its_own(tiny_target_folder: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "same.jsonl"
+    prompts.write_text("".join(json.dumps({"id": name, "prompt": "hi"}) + "\n" for name in "abcd"))
+    command = ["generate", "--target", tiny_target_folder, "--prompts", prompts, "--json", "--temperature", "1"]
+    texts = [json.loads(line)["text"] for line in run(*command).stdout.splitlines()]
+    assert len(set(texts)) == 4
+    alone = run(*command, "--limit", "1")
+    assert json.loads(alone.stdout)["text"] == texts[0]
+
+
 def test_compare_writes_what_the_design_fixes(
     head_folders: dict[str, Path], tiny_target_folder: Path, prompts_file: Path, tmp_path: Path
 ) -> None:
@@ -165,6 +175,8 @@ def test_compare_writes_what_the_design_fixes(
     for entry in results["runs"]:
         assert entry["name"] in page
 
+    assert run(*command).exit_code == 0
+    assert json.loads((output / "results.json").read_text()) == results, "nothing was left to do"
     records = (output / "records.jsonl").read_text().splitlines(keepends=True)
     (output / "records.jsonl").write_text("".join(records[:6]) + records[6][:30])
     (output / "results.json").unlink()
@@ -309,6 +321,8 @@ def test_a_target_without_chat_template_wants_raw(
         (["--verification", "hope"], ["'hope'", "rejection"]),
         (["--dtype", "int3"], ["'int3'", "bfloat16"]),
         (["--device", "cuda:7"], ["cuda:7", "does not have"]),
+        (["--seed", "-1"], ["seed is -1"]),
+        (["--draft-model", "nowhere"], ["draft model 'nowhere' cannot be loaded"]),
         (["--lookup", "--draft-model", "x"], ["more than one drafter"]),
         (["--prompts", "x"], ["either --prompt"]),
         (["--limit", "1"], ["--limit is for a file of prompts"]),

@@ -482,7 +482,7 @@ def test_options_that_do_not_fit_are_refused(
 
 
 def test_start_from_target_needs_a_llama_like_target(make_gpt2: Callable[..., Any]) -> None:
-    with pytest.raises(UserError, match="start_from random"):
+    with pytest.raises(UserError, match="start_from auto or random"):
         make_head("eagle3", {"start_from": "target"}, TargetModel(make_gpt2()))
 
 

@@ -79,6 +79,7 @@ def test_lines_end_at_newline_only(tmp_path: Path, separator: str) -> None:
         ([{"messages": [{"role": "tool", "content": "x"}]}], "'tool'"),
         ([{"messages": [user("q"), {"role": "assistant", "content": "a"}]}], "end with role 'assistant'"),
         ([{"id": ["a"], "prompt": "x"}], "single values"),
+        ([{"prompt": "ok \u00e9"}, '{"prompt": "cut \\ud83d"}'], "line 2 holds half a character"),
     ],
 )
 def test_bad_files_are_refused_in_one_line(tmp_path: Path, lines: list[Any], named: str) -> None:

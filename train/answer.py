@@ -33,8 +33,10 @@ class AnswerSettings:
     raw: bool = False
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
+        if not 0 <= self.temperature < float("inf"):
             raise UserError(f"temperature is {self.temperature}, expected 0 (greedy) or more")
+        if self.seed < 0:
+            raise UserError(f"seed is {self.seed}, expected 0 or more")
         if self.max_new_tokens < 1:
             raise UserError(f"max-new-tokens is {self.max_new_tokens}, expected 1 or more")
         if self.top_k < 0:

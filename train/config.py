@@ -7,7 +7,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, field_validator
 
-from specheads.config import Strict, parse
+from specheads.config import Strict, nearest, parse
 from specheads.errors import UserError
 from specheads.train.losses import get_loss
 
@@ -34,7 +34,8 @@ class FeaturesConfig(Strict):
 
 
 class LossConfig(Strict):
-    """kind: see train/losses.py; depth: tokens drafted in a row while training; depth_decay: weight of depth k is
+    """kind: see train/losses.py; depth: tokens drafted in a row while training (a head that can draft only so many is
+    trained at all of them); depth_decay: weight of depth k is
     depth_decay^(k-1); feature_weight: of the relative squared error to the target's own final hidden state."""
 
     kind: str = "kl"
@@ -71,7 +72,7 @@ class TrainConfig(Strict):
         target: folder or hub name of the frozen target; target_dtype as in transformers ("auto": as it was saved).
         head: `type` and the options of that head; see `specheads heads`.
         output_dir: gets head/, metrics.jsonl, run.json and checkpoints/.
-        steps: optimiser steps; one reads rows_per_step rows a process, in `accumulation` parts.
+        steps: optimiser steps; one reads `accumulation` times rows_per_step rows.
         precision: "bf16" computes in bf16 autocast, "no" in float32.
         log_every, evaluate_every, checkpoint_every: in steps; keep_checkpoints: how many stay.
         evaluation_rows: validation rows that an evaluation reads.
@@ -91,7 +92,7 @@ class TrainConfig(Strict):
     rows_per_step: int = Field(default=8, ge=1)
     accumulation: int = Field(default=1, ge=1)
     precision: Literal["no", "bf16"] = "bf16"
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**32)
     log_every: int = Field(default=10, ge=1)
     evaluate_every: int = Field(default=100, ge=1)
     evaluation_rows: int = Field(default=16, ge=1)
@@ -103,6 +104,22 @@ class TrainConfig(Strict):
     @classmethod
     def _read_no(cls, precision: Any) -> Any:
         return "no" if precision is False else precision  # what YAML makes of a bare `no`
+
+    @field_validator("trackers")
+    @classmethod
+    def _can_track(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if not names:
+            return names
+        from accelerate.tracking import get_available_trackers
+        from accelerate.utils import LoggerType
+
+        known = [str(each.value) for each in LoggerType if each != LoggerType.ALL]
+        for name in names:
+            if name not in known:
+                raise ValueError(f"unknown tracker {name!r}{nearest(name, known)}")
+            if name not in [str(each.value) for each in get_available_trackers()]:
+                raise ValueError(f"tracker {name!r} needs a package that is not installed; install it with pip")
+        return names
 
     @field_validator("head")
     @classmethod

@@ -52,6 +52,9 @@ class Renderer:
         rendered: Rendered | None
         has_prompt = True
         if record.get("response_ids") is not None:
+            if record.get("raw", self.raw) != self.raw:
+                how = ("plain text", "true") if record["raw"] else ("a chat", "false")
+                raise UserError(f"{where}: the target answered this prompt as {how[0]}; set data.raw to {how[1]}")
             prompt_ids = render_prompt(self.tokenizer, parse_prompt(record, number=number, where=where), self.raw)
             answer_ids = self._answer_ids(record, where)
             rendered = _spans(prompt_ids + answer_ids, [(len(prompt_ids), len(prompt_ids) + len(answer_ids))])

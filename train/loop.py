@@ -12,24 +12,26 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from tqdm import tqdm
 
 from specheads.errors import UserError
+from specheads.files import write_json
 from specheads.head import DraftHead
 from specheads.registry import get_head_type
 from specheads.target import TargetModel
 from specheads.train.checkpoints import Checkpoints
-from specheads.train.config import TrainConfig
+from specheads.train.config import LossConfig, TrainConfig
 from specheads.train.data import Example, describe, digest, load_examples, split, token_counts
 from specheads.train.evaluate import Evaluation, evaluate
 from specheads.train.features import CachedFeatures, Features, LiveFeatures, fill_store
 from specheads.train.metrics import MetricsFile
 from specheads.train.optimizer import make_optimizers, make_scheduler
 from specheads.train.packing import PackedRows, RowBatches, pack
-from specheads.train.provenance import check_same_run, gather_provenance, write_json
+from specheads.train.provenance import check_same_run, gather_provenance
 from specheads.train.step import TrainingStep
 from specheads.train.store import FeatureStore
 from specheads.vocab import choose_draft_vocabulary, coverage
@@ -53,6 +55,8 @@ def train(config: TrainConfig) -> TrainResult | None:
     accelerator = Accelerator(
         mixed_precision=config.precision, log_with=list(config.trackers) or None, project_dir=str(output)
     )
+    if accelerator.num_processes > 1:
+        raise UserError(f"{accelerator.num_processes} processes were launched; training runs in one so far: start one")
     set_seed(config.seed)
     target = TargetModel.load(
         config.target,
@@ -63,6 +67,7 @@ def train(config: TrainConfig) -> TrainResult | None:
     target.model.requires_grad_(False)
     examples, held_back = _load_data(config, target)
     head = _make_head(config, target, examples)
+    config = config.model_copy(update={"loss": _loss_for(head, config.loss)})
     provenance = gather_provenance(config, target, digest(examples))
     checkpoints = Checkpoints(output / "checkpoints", config.keep_checkpoints)
     if checkpoints.steps():  # a run without one lost nothing: it may be begun anew with other settings
@@ -71,11 +76,13 @@ def train(config: TrainConfig) -> TrainResult | None:
 
     rows = pack(examples, config.data.row_length, seed=config.seed)
     features = _features(config, target, head, examples, rows)
-    validation, evaluation_rows = None, range(0)
+    validation, evaluation_rows = None, []
     if held_back:
         validation_rows = pack(held_back, config.data.row_length, seed=config.seed)
         validation = _features(config, target, head, held_back, validation_rows)
-        evaluation_rows = range(min(config.evaluation_rows, len(validation_rows)))
+        # Packing puts the longest documents into the first rows: any of them, so that the sample is fair.
+        order = np.random.default_rng(config.seed).permutation(len(validation_rows))
+        evaluation_rows = order[: config.evaluation_rows].tolist()
 
     step_module = TrainingStep(head, config.loss)
     model, *optimizers = accelerator.prepare(step_module, *make_optimizers(head, config.optimizer))
@@ -92,7 +99,7 @@ def train(config: TrainConfig) -> TrainResult | None:
         accelerator.print(f"going on from step {done}")
     accelerator.print(
         f"{len(rows)} rows of {config.data.row_length} tokens ({rows.fill:.0%} filled), "
-        f"{config.steps / batches.steps_per_epoch:.1f} epochs in {config.steps} steps"
+        f"{config.steps * config.accumulation / batches.steps_per_epoch:.1f} epochs in {config.steps} steps"
     )
 
     evaluation = None
@@ -117,7 +124,7 @@ def train(config: TrainConfig) -> TrainResult | None:
             progress.update()
             if done % config.log_every == 0 or done == config.steps:
                 value = float(accelerator.reduce(loss, "sum"))
-                tokens = config.rows_per_step * config.accumulation * processes * config.data.row_length
+                tokens = config.rows_per_step * config.accumulation * processes * config.data.row_length * rows.fill
                 entry = {"loss": value, "learning_rate": rate}
                 entry["tokens_per_second"] = tokens / (time.perf_counter() - began)
                 progress.set_postfix(loss=f"{value:.4f}")
@@ -173,14 +180,24 @@ def _make_head(config: TrainConfig, target: TargetModel, examples: list[Example]
         ids = choose_draft_vocabulary(counts, head.config.draft_vocab_size)
         head.set_draft_vocabulary(ids)
         tqdm.write(f"draft vocabulary: {len(ids)} tokens cover {coverage(counts, ids):.1%} of the answers")
-    if head.max_draft_length is not None and config.loss.depth > head.max_draft_length:
-        raise UserError(
-            f"loss.depth is {config.loss.depth}, head {head.type_name} drafts at most {head.max_draft_length}; lower it"
-        )
     head.bind(target).initialise(target)
     size = sum(parameter.numel() for parameter in head.parameters())
     tqdm.write(f"head {head.type_name}: {size / 1e6:.2f} M parameters, {head.memory_bytes / 1e6:.1f} MB in float32")
     return head
+
+
+def _loss_for(head: DraftHead, loss: LossConfig) -> LossConfig:
+    """The loss as configured. A head that drafts only so many tokens is trained at all these depths: each has weights
+    of its own, which nothing else would train."""
+    longest = head.max_draft_length
+    if longest is None or loss.depth == longest:
+        return loss
+    if "depth" in loss.model_fields_set:
+        raise UserError(
+            f"loss.depth is {loss.depth}, head {head.type_name} drafts at most {longest} tokens and is trained at all "
+            "these depths; leave loss.depth out, or change the head"
+        )
+    return loss.model_copy(update={"depth": longest})
 
 
 def _features(

@@ -1,7 +1,6 @@
 """`run.json`: what a run was made of, and the check that a run is gone on with as it was begun."""
 
 import json
-import os
 import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
@@ -46,13 +45,6 @@ def check_same_run(path: Path, provenance: dict[str, Any]) -> None:
             )
     if before["data"] != provenance["data"]:
         raise UserError(f"{path.parent} holds a run on other training data; choose another output_dir")
-
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write a JSON file whole or not at all."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, path)
 
 
 def _version(package: str) -> str | None:

@@ -15,7 +15,8 @@ import numpy as np
 from tqdm import tqdm
 
 from specheads.errors import UserError
-from specheads.prompts import read_json_lines, read_prompts, render_prompt
+from specheads.files import write_json
+from specheads.prompts import Prompt, read_json_lines, read_prompts, render_prompt
 from specheads.target import TargetModel
 from specheads.train.answer import Answer, AnswerSettings, Question, answer_batch
 from specheads.train.store import FeatureStore
@@ -34,15 +35,16 @@ def regenerate(
 ) -> int:
     """Answer every prompt of `prompts_file`, `samples` times each, as far as `output` does not hold the answers yet.
 
-    `output` gets one object a line: `id, sample, category, messages, response_ids, finished` (the end token is part of
-    `response_ids` when the target gave it). Beside it stands a manifest with the settings and the target's fingerprint.
+    `output` gets one object a line: `id, sample, category, messages, raw, response_ids, finished` (the end token is
+    part of `response_ids` when the target gave it). Beside it stands a manifest with settings and target.
     With a `store` the hidden states of the answers go there.
 
     Returns:
         how many answers were made now.
 
     Raises:
-        UserError: bad prompts, an output that cannot be written, or one made with other settings or another target.
+        UserError: bad prompts, more tokens than the target has positions for, an output that cannot be written, or one
+            made with other settings, another target or other prompts.
     """
     if batch_size < 1:
         raise UserError(f"batch-size is {batch_size}, expected 1 or more")
@@ -51,8 +53,9 @@ def regenerate(
     prompts = read_prompts(prompts_file, limit=limit)
     assert target.tokenizer is not None
     encoded = [(prompt, render_prompt(target.tokenizer, prompt, raw=settings.raw)) for prompt in prompts]
+    _check_positions(target, settings, [len(ids) for _, ids in encoded])
     _check_manifest(output, target, settings)
-    done = _finished(output)
+    done = _finished(output, {prompt.id: prompt for prompt in prompts})
     waiting = [
         Question(prompt, ids, sample)
         for sample in range(samples)
@@ -79,13 +82,23 @@ def regenerate(
     return len(waiting)
 
 
+def _check_positions(target: TargetModel, settings: AnswerSettings, lengths: list[int]) -> None:
+    read = [length for length in lengths if length <= settings.max_prompt_tokens]
+    longest = max(read, default=0) + settings.max_new_tokens
+    if target.max_positions is not None and longest > target.max_positions:
+        raise UserError(
+            f"the longest prompt and {settings.max_new_tokens} new tokens take {longest} positions, the target has "
+            f"{target.max_positions}; lower --max-prompt-tokens or --max-new-tokens"
+        )
+
+
 def _record(answer: Answer, raw: bool) -> dict[str, Any]:
     prompt, sample = answer.question.prompt, answer.question.sample
     record: dict[str, Any] = {"id": prompt.id, "sample": sample, "category": prompt.category}
     record["messages"] = prompt.messages
     if raw:
         record["prompt"] = prompt.raw
-    return record | {"response_ids": answer.response_ids, "finished": answer.finished}
+    return record | {"raw": raw, "response_ids": answer.response_ids, "finished": answer.finished}
 
 
 def _batches(waiting: list[Question], batch_size: int, seed: int) -> list[list[Question]]:
@@ -96,8 +109,12 @@ def _batches(waiting: list[Question], batch_size: int, seed: int) -> list[list[Q
     return [batches[i] for i in order]
 
 
-def _finished(output: Path) -> set[tuple[str, int]]:
-    """(id, sample) of the answers that `output` holds; a line that a killed run left unfinished is cut off."""
+def _finished(output: Path, prompts: dict[str, Prompt]) -> set[tuple[str, int]]:
+    """(id, sample) of the answers that `output` holds; a line that a killed run left unfinished is cut off.
+
+    Raises:
+        UserError: an answer there belongs to another prompt than the one that has its id now.
+    """
     if not output.exists():
         return set()
     with output.open("r+b") as file:
@@ -105,12 +122,26 @@ def _finished(output: Path) -> set[tuple[str, int]]:
         whole = content.rfind(b"\n") + 1
         if whole < len(content):
             file.truncate(whole)
-    return {(record["id"], record["sample"]) for _, record in read_json_lines(output)}
+    done = set()
+    for number, record in read_json_lines(output):
+        prompt = prompts.get(record["id"])
+        if prompt is not None and record["messages"] != prompt.messages:
+            raise UserError(
+                f"{output}, line {number} answers another prompt with id {prompt.id!r} than the prompts file has; give "
+                "prompts ids of their own, or use another --output"
+            )
+        done.add((record["id"], record["sample"]))
+    return done
 
 
 def _check_manifest(output: Path, target: TargetModel, settings: AnswerSettings) -> None:
     path = output.with_name(output.name + ".manifest.json")
-    manifest: dict[str, Any] = {"settings": asdict(settings), "target": target.fingerprint}
+    manifest: dict[str, Any] = {
+        "settings": asdict(settings),
+        "target": target.fingerprint,
+        "target_name": target.model.name_or_path,
+        "dtype": str(target.dtype),
+    }
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
@@ -123,6 +154,8 @@ def _check_manifest(output: Path, target: TargetModel, settings: AnswerSettings)
         elif output.exists() and output.stat().st_size:
             raise UserError(f"{output} exists and has no manifest {path.name}; use another --output")
         else:
-            path.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+            write_json(path, manifest)
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error}); mend it, or use another --output") from error
     except OSError as error:
         raise UserError(f"output {str(output)!r} cannot be written ({error.strerror}); choose another place") from error

@@ -97,10 +97,16 @@ class DraftModelHead(DraftHead):
         return self.model(input_ids=tokens_BL, cache=state.cache, logits_to_keep=1).logits[:, -1]
 
     def save_pretrained(self, directory: str | Path, provenance: dict[str, Any] | None = None) -> None:
-        """Write a plain transformers folder, the target's tokenizer included."""
+        """Write a plain transformers folder, the target's tokenizer included; it has no place for `provenance`."""
         self.model.save_pretrained(directory)
         if self._borrowed is not None and self.target.tokenizer is not None:
             self.target.tokenizer.save_pretrained(directory)
+
+    def push_to_hub(self, repo_id: str, *, private: bool | None = None, token: str | None = None) -> str:
+        """Upload the same files; returns the commit's address."""
+        if self._borrowed is not None and self.target.tokenizer is not None:
+            self.target.tokenizer.push_to_hub(repo_id, private=private, token=token)
+        return str(self.model.push_to_hub(repo_id, private=private, token=token))
 
 
 class _State:

@@ -41,7 +41,8 @@ class Eagle3Config(HeadConfig):
     projection: "target" shares the rows of the target's output projection, frozen; "own" trains a copy of them.
     norm_taps: normalise each tapped state before fusing them (EAGLE-3.1, arXiv 2605.09992).
     norm_feedback: feed back the normed output instead of the raw one (EAGLE-3.1).
-    start_from: "target" copies the weights of the target's last layer where the shapes agree (Llama-like targets).
+    start_from: "target" copies the weights of the target's last layer (Llama-like targets, default sizes); "auto" does
+        so where it can.
     """
 
     hidden_size: int
@@ -55,7 +56,7 @@ class Eagle3Config(HeadConfig):
     projection: Literal["target", "own"] = "target"
     norm_taps: bool = False
     norm_feedback: bool = False
-    start_from: Literal["random", "target"] = "random"
+    start_from: Literal["random", "target", "auto"] = "random"
 
 
 @register_head("eagle3")
@@ -107,8 +108,15 @@ class Eagle3Head(DraftHead):
     def initialise(self, target: TargetModel) -> None:
         if self.lm_head is not None:
             self.lm_head.weight.data.copy_(self._bound.projection_rows)
-        if self.config.start_from == "target":
-            weights = target.llama_layer(target.num_layers - 1)
+        if self.config.start_from != "random":
+            try:
+                weights = target.llama_layer(target.num_layers - 1)
+                for layer in self.layers:
+                    layer.check_sizes(weights)
+            except UserError:
+                if self.config.start_from == "auto":
+                    return
+                raise
             for layer in self.layers:
                 layer.copy_from(weights)
             width = self.config.hidden_size
@@ -241,10 +249,33 @@ class _Layer(nn.Module):
         mask = block_mask(query.shape[2], key.shape[2], key.device)
         return self._finish(hidden, self.attention.attend(query, key, value, mask))
 
+    def check_sizes(self, weights: dict[str, Tensor]) -> None:
+        """Refuse a Llama layer of other sizes than this one."""
+        for name, module in self._counterparts().items():
+            expected = list(module.weight.shape)
+            if self._reads_embedding(name):
+                expected[1] //= 2
+            if list(weights[name].shape) != expected:
+                raise UserError(
+                    f"head eagle3: start_from target needs the target's sizes, {name} is {expected} here and "
+                    f"{list(weights[name].shape)} there; leave the sizes to their defaults or use start_from random"
+                )
+
     @torch.no_grad()
     def copy_from(self, weights: dict[str, Tensor]) -> None:
         """Start as a copy of a Llama layer; what reads the embedding (half of queries, keys, values) starts at 0."""
-        pairs = {
+        for name, module in self._counterparts().items():
+            own: Tensor = module.weight
+            if self._reads_embedding(name):
+                own.zero_()
+                own = own[:, own.shape[1] // 2 :]
+            own.copy_(weights[name])
+
+    def _reads_embedding(self, name: str) -> bool:
+        return self.first and name in ("q", "k", "v")
+
+    def _counterparts(self) -> dict[str, Any]:
+        return {
             "q": self.attention.q_proj,
             "k": self.attention.k_proj,
             "v": self.attention.v_proj,
@@ -255,15 +286,3 @@ class _Layer(nn.Module):
             "input_norm": self.hidden_norm,
             "mlp_norm": self.mlp_norm,
         }
-        for name, module in pairs.items():
-            weight: Tensor = module.weight  # type: ignore[assignment]
-            source = weights[name]
-            if self.first and name in ("q", "k", "v"):
-                weight.zero_()
-                weight = weight[:, -source.shape[1] :]
-            if weight.shape != source.shape:
-                raise UserError(
-                    f"head eagle3: start_from target needs the target's sizes, {name} is {tuple(weight.shape)} here "
-                    f"and {tuple(source.shape)} there; leave the sizes to their defaults or use start_from random"
-                )
-            weight.copy_(source)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteria
+from transformers import LogitsProcessor, PreTrainedModel
 
 from specheads.errors import UserError
 from specheads.inference import (
@@ -185,24 +185,16 @@ def test_short_and_long_prompts(prompt_length: int, model: PreTrainedModel, draf
         assert torch.equal(speculative.generate(prompt, max_new_tokens=NEW_TOKENS, do_sample=False).sequences, expected)
 
 
-class StopsAt(StoppingCriteria):
-    """A stop that the loop cannot foresee."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        return torch.tensor([input_ids.shape[1] >= self.length])
-
-
 def test_the_target_s_last_position_is_not_drafted_past(make_gpt2: Any, drafters: dict[str, MakeDrafter]) -> None:
-    """GPT-2 has a table of positions; drafts must not run over its end although the length limit lies behind it."""
+    """GPT-2 has a table of positions: its end can be reached, and a request past it is refused before it begins."""
     model = make_gpt2(n_positions=16, eos_token_id=None)
-    settings: dict[str, Any] = {"max_new_tokens": 40, "stopping_criteria": [StopsAt(17)]}
-    expected = plain(model, **settings)
-    drafter = drafters["always right"](model, expected)
-    result = SpeculativeDecoder(model, drafter, draft_length=7).generate(PROMPT, do_sample=False, **settings)
+    length = PROMPT.shape[1]
+    expected = plain(model, max_new_tokens=17 - length)
+    decoder = SpeculativeDecoder(model, drafters["always right"](model, expected), draft_length=7)
+    result = decoder.generate(PROMPT, do_sample=False, max_new_tokens=17 - length)
     assert torch.equal(result.sequences, expected)
+    with pytest.raises(UserError, match=f"{length} tokens and {18 - length} new ones take 17 positions, .* has 16"):
+        decoder.generate(PROMPT, do_sample=False, max_new_tokens=18 - length)
 
 
 # What drafter and cache see.

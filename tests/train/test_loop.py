@@ -15,9 +15,11 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from specheads import TargetModel, UserError, load_head
+from specheads.train import loop
 from specheads.train.checkpoints import Checkpoints
 from specheads.train.config import load_train_config
 from specheads.train.loop import train
@@ -252,6 +254,47 @@ def test_a_draft_model_is_a_plain_transformers_folder(config_file: Path, tiny_ta
     assert model.vocab_size == TargetModel.load(str(tiny_target_folder)).vocab_size
 
 
-def test_medusa_trains_no_deeper_than_it_has_heads(config_file: Path) -> None:
-    with pytest.raises(UserError, match=r"loss\.depth is 3, head medusa drafts at most 2"):
-        train(load_train_config(config_file, ["--head", "{type: medusa, num_heads: 2}", "--loss.depth", "3"]))
+@pytest.mark.parametrize("depth", [1, 3])
+def test_medusa_is_trained_at_all_its_depths_and_no_others(config_file: Path, depth: int) -> None:
+    with pytest.raises(UserError, match=rf"loss\.depth is {depth}, head medusa drafts at most 2"):
+        train(load_train_config(config_file, ["--head", "{type: medusa, num_heads: 2}", "--loss.depth", str(depth)]))
+
+
+def test_without_a_depth_every_head_of_medusa_learns(config_file: Path, tmp_path: Path) -> None:
+    result = train(load_train_config(config_file, ["--head", "{type: medusa, num_heads: 4}", "--loss", "{kind: kl}"]))
+    assert result is not None
+    assert result.evaluation is not None
+    assert len(result.evaluation.alpha) == 4
+    weights = load_head(tmp_path / "run" / "head").state_dict()
+    blocks = [tensor for name, tensor in weights.items() if name.endswith("linear.weight")]
+    assert len(blocks) == 4
+    assert all(block.any() for block in blocks), "a head is still what it began as"
+
+
+def test_an_evaluation_reads_any_rows_not_the_longest(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[list[int]] = []
+    original = loop.evaluate
+
+    def spy(step: Any, features: Any, rows: Any) -> Any:
+        read.append(list(rows))
+        return original(step, features, rows)
+
+    monkeypatch.setattr(loop, "evaluate", spy)
+    train(load_train_config(config_file, ["--evaluation_rows", "2", "--data.validation_share", "0.4"]))
+    assert read[0] == read[1]
+    assert len(set(read[0])) == 2
+    assert sorted(read[0]) != [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("tracker", "message"), [("tensorbord", "did you mean 'tensorboard'"), ("aim", "not installed")]
+)
+def test_a_tracker_that_cannot_be_used_is_named(config_file: Path, tracker: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_train_config(config_file, ["--trackers", f"[{tracker}]"])
+
+
+def test_several_processes_are_refused(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Accelerator, "num_processes", 2)
+    with pytest.raises(UserError, match="2 processes were launched"):
+        train(load_train_config(config_file))

@@ -1,7 +1,9 @@
 """Answers in batches are the answers that each prompt would get alone, and an interrupted file is gone on with."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -100,6 +102,50 @@ def test_other_settings_are_refused(target: TargetModel, prompts_file: Path, tmp
         regenerate(target, prompts_file, output, AnswerSettings(max_new_tokens=5), batch_size=6)
 
 
+def test_other_prompts_under_the_same_ids_are_refused(target: TargetModel, tmp_path: Path) -> None:
+    settings, prompts_file, output = AnswerSettings(max_new_tokens=4), tmp_path / "p.jsonl", tmp_path / "a.jsonl"
+    prompts_file.write_text('{"prompt": "one"}\n{"prompt": "two"}\n')  # numbered by line
+    regenerate(target, prompts_file, output, settings)
+    before = output.read_text()
+    prompts_file.write_text('{"prompt": "new"}\n{"prompt": "one"}\n{"prompt": "two"}\n')
+    with pytest.raises(UserError, match=r"line \d answers another prompt with id '[12]'"):
+        regenerate(target, prompts_file, output, settings)
+    assert output.read_text() == before
+
+
+def test_another_dtype_or_name_is_another_target(target: TargetModel, prompts_file: Path, tmp_path: Path) -> None:
+    settings, output = AnswerSettings(max_new_tokens=4), tmp_path / "a.jsonl"
+    regenerate(target, prompts_file, output, settings)
+    for key in ("dtype", "target_name"):
+        manifest = json.loads((tmp_path / "a.jsonl.manifest.json").read_text())
+        (tmp_path / "a.jsonl.manifest.json").write_text(json.dumps(manifest | {key: "another"}))
+        with pytest.raises(UserError, match="another target"):
+            regenerate(target, prompts_file, output, settings)
+    (tmp_path / "a.jsonl.manifest.json").write_text("")
+    with pytest.raises(UserError, match=r"manifest.json is not JSON"):
+        regenerate(target, prompts_file, output, settings)
+
+
+def test_raw_answers_are_trained_on_as_raw(target: TargetModel, prompts_file: Path, tmp_path: Path) -> None:
+    for raw in (True, False):
+        output = tmp_path / f"{raw}.jsonl"
+        regenerate(target, prompts_file, output, AnswerSettings(max_new_tokens=4, raw=raw))
+        load_examples(output, target.tokenizer, max_length=64, raw=raw)
+        how = "plain text" if raw else "a chat"
+        with pytest.raises(UserError, match=f"answered this prompt as {how}; set data.raw to {str(raw).lower()}"):
+            load_examples(output, target.tokenizer, max_length=64, raw=not raw)
+
+
+def test_more_tokens_than_positions_are_refused(
+    make_gpt2: Callable[..., Any], tiny_tokenizer: Any, prompts_file: Path, tmp_path: Path
+) -> None:
+    target = TargetModel(make_gpt2(n_positions=40), tiny_tokenizer)
+    with pytest.raises(UserError, match=r"take 5\d positions, the target has 40; lower --max-prompt-tokens"):
+        regenerate(target, prompts_file, tmp_path / "a.jsonl", AnswerSettings(max_new_tokens=25))
+    settings = AnswerSettings(max_new_tokens=25, max_prompt_tokens=15)
+    assert 0 < regenerate(target, prompts_file, tmp_path / "a.jsonl", settings) < len(TEXTS)
+
+
 def test_a_file_that_is_not_ours_is_left_alone(target: TargetModel, prompts_file: Path, tmp_path: Path) -> None:
     output = tmp_path / "notes.txt"
     output.write_text("keep me")
@@ -168,7 +214,17 @@ def test_pick_draws_each_token_on_its_share_of_the_line() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"temperature": -1}, {"max_new_tokens": 0}, {"top_k": -1}, {"top_p": 0}, {"top_p": 1.5}]
+    "wrong",
+    [
+        {"temperature": -1},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"seed": -1},
+        {"max_new_tokens": 0},
+        {"top_k": -1},
+        {"top_p": 0},
+        {"top_p": 1.5},
+    ],
 )
 def test_settings_out_of_range_are_refused(wrong: dict[str, float]) -> None:
     name = next(iter(wrong)).replace("_", "-")

@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
+import accelerate.tracking
 import pytest
+from accelerate.utils import LoggerType
 
 from specheads.errors import UserError
 from specheads.train.config import load_train_config
@@ -23,7 +25,8 @@ def config_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_defaults_are_under_the_file_and_options_over_it(config_file: Path) -> None:
+def test_defaults_are_under_the_file_and_options_over_it(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerate.tracking, "get_available_trackers", lambda: [LoggerType.TENSORBOARD])
     config_file.write_text(SMALLEST + "loss: {depth: 4}\nseed: 3\n")
     options = ["--loss.kind", "lk", "--seed=5", "--optimizer.learning_rate", "4e-3", "--trackers", "[tensorboard]"]
     config = load_train_config(config_file, options)
