@@ -124,6 +124,7 @@ def regenerate(
 ) -> None:
     """Let the target answer prompts: what a head learns from."""
     from specheads.train.answer import AnswerSettings
+    from specheads.train.precision import widen
     from specheads.train.regenerate import regenerate as answer
     from specheads.train.store import FeatureStore
 
@@ -131,6 +132,8 @@ def regenerate(
     if tap_layers is not None and features is None:
         raise UserError(f"tap-layers {tap_layers} is of no use without --features DIR")
     model = _load_target(target, dtype, device, trust_remote_code)
+    if dtype == "auto":
+        widen(model)
     store = None if features is None else FeatureStore(Path(features), model, _taps(model, tap_layers))
     try:
         count = answer(

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.cache_utils import Cache
 
 from specheads.errors import UserError
+from specheads.layers import FewRowsLinear
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,9 @@ class TargetModel:
                 f"{what} {name!r} cannot be loaded (it lacks tensor {missing[0]}, {len(missing)} in all, which would "
                 "be random); expected a whole causal language model"
             )
+        for module in model.modules():
+            if type(module) is nn.Linear:  # the same weights, verified several rows at a time
+                module.__class__ = FewRowsLinear
         return cls(model.to(device) if device is not None else model, tokenizer)
 
     @classmethod

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specheads.layers import Linear, RotaryTable, linear, rotary
+from specheads.layers import FewRowsLinear, Linear, RotaryTable, linear, rotary
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -13,6 +13,22 @@ def test_one_row_or_many_give_the_same(shape: tuple[int, ...], bias: bool) -> No
     with torch.no_grad():
         got = layer(x)
     torch.testing.assert_close(got, torch.nn.functional.linear(x, layer.weight, layer.bias))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1, 24), (1, 4, 24), (2, 3, 24), (5, 24), (1, 40, 24), (1, 0, 24)])
+def test_few_rows_give_the_same(shape: tuple[int, ...], bias: bool) -> None:
+    layer, x = FewRowsLinear(24, 40, bias=bias), torch.randn(shape)
+    with torch.no_grad():
+        got = layer(x)
+    assert got.is_contiguous()
+    torch.testing.assert_close(got, torch.nn.functional.linear(x, layer.weight, layer.bias))
+
+
+def test_few_rows_are_trained_too() -> None:
+    layer = FewRowsLinear(24, 40)
+    layer(torch.randn(4, 24)).sum().backward()
+    assert layer.weight.grad is not None
 
 
 def test_one_row_is_trained_too() -> None:

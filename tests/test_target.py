@@ -21,6 +21,7 @@ from transformers import (
 
 from specheads.cache import PreallocatedCache
 from specheads.errors import UserError
+from specheads.layers import FewRowsLinear
 from specheads.target import TargetModel, tokenizer_digest
 
 SHARED = {"vocab_size": 61, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None, "initializer_range": 0.3}
@@ -283,6 +284,19 @@ def test_layer_weights_under_short_names(tiny_llama: LlamaForCausalLM, make_gpt2
 def test_layers_that_only_look_like_llama_s_are_refused(kind: str, reason: str) -> None:
     with pytest.raises(UserError, match=f"not built like Llama's.*{reason}"):
         TargetModel(build(kind)).llama_layer(0)
+
+
+def test_a_loaded_target_multiplies_few_rows_its_own_way_and_all_else_is_its_own(
+    tiny_llama: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_llama.float().save_pretrained(tmp_path)
+    monkeypatch.setattr("specheads.target.AutoTokenizer.from_pretrained", lambda *args, **kwargs: None)
+    target = TargetModel.load(str(tmp_path))
+    linears = [module for module in target.model.modules() if isinstance(module, torch.nn.Linear)]
+    assert linears
+    assert all(type(module) is FewRowsLinear for module in linears)
+    ids_1L = torch.tensor([[5, 9, 17, 3]])
+    torch.testing.assert_close(target.forward(ids_1L).logits_BLV, tiny_llama(ids_1L).logits, atol=1e-5, rtol=1e-5)
 
 
 def test_positions(make_llama: Callable[..., Any], make_gpt2: Callable[..., Any]) -> None:

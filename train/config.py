@@ -69,11 +69,12 @@ class TrainConfig(Strict):
     """A training run.
 
     Attributes:
-        target: folder or hub name of the frozen target; target_dtype as in transformers ("auto": as it was saved).
+        target: folder or hub name of the frozen target.
+        target_dtype: as in transformers; "auto" is as it was saved, or float32 where the device cannot compute in that.
         head: `type` and the options of that head; see `specheads heads`.
         output_dir: gets head/, metrics.jsonl, run.json and checkpoints/.
         steps: optimiser steps; one reads `accumulation` times rows_per_step rows.
-        precision: "bf16" computes in bf16 autocast, "no" in float32.
+        precision: "bf16" computes in bf16 autocast, "no" in float32; "auto" is bf16 where the device can compute in it.
         log_every, evaluate_every, checkpoint_every: in steps; keep_checkpoints: how many stay.
         evaluation_rows: validation rows that an evaluation reads.
         trackers: names of Accelerate trackers, such as tensorboard.
@@ -91,7 +92,7 @@ class TrainConfig(Strict):
     steps: int = Field(ge=1)
     rows_per_step: int = Field(default=8, ge=1)
     accumulation: int = Field(default=1, ge=1)
-    precision: Literal["no", "bf16"] = "bf16"
+    precision: Literal["auto", "no", "bf16"] = "auto"
     seed: int = Field(default=0, ge=0, lt=2**32)
     log_every: int = Field(default=10, ge=1)
     evaluate_every: int = Field(default=100, ge=1)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import set_seed
 from tqdm import tqdm
 
@@ -31,6 +31,7 @@ from specheads.train.features import CachedFeatures, Features, LiveFeatures, fil
 from specheads.train.metrics import MetricsFile
 from specheads.train.optimizer import make_optimizers, make_scheduler
 from specheads.train.packing import PackedRows, RowBatches, pack
+from specheads.train.precision import autocast_precision, widen
 from specheads.train.provenance import check_same_run, gather_provenance
 from specheads.train.step import TrainingStep
 from specheads.train.store import FeatureStore
@@ -52,8 +53,10 @@ def train(config: TrainConfig) -> TrainResult | None:
         UserError: whatever in the configuration or the data does not fit.
     """
     output = _make_folder(Path(config.output_dir))
+    precision = autocast_precision(config.precision, PartialState().default_device)
+    config = config.model_copy(update={"precision": precision})
     accelerator = Accelerator(
-        mixed_precision=config.precision, log_with=list(config.trackers) or None, project_dir=str(output)
+        mixed_precision=precision, log_with=list(config.trackers) or None, project_dir=str(output)
     )
     if accelerator.num_processes > 1:
         raise UserError(f"{accelerator.num_processes} processes were launched; training runs in one so far: start one")
@@ -64,6 +67,8 @@ def train(config: TrainConfig) -> TrainResult | None:
         device=accelerator.device,
         trust_remote_code=config.trust_remote_code,
     )
+    if config.target_dtype == "auto":
+        widen(target)
     target.model.requires_grad_(False)
     examples, held_back = _load_data(config, target)
     head = _make_head(config, target, examples)
