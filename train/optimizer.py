@@ -3,10 +3,54 @@
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import get_scheduler
 
 from specheads.train.config import OptimizerConfig
+from specheads.train.precision import computes_in
+
+
+class Float32Muon(torch.optim.Muon):
+    """torch's Muon with its Newton-Schulz iteration in float32.
+
+    Torch iterates in bfloat16 on any device; a CPU without instructions for it takes forty times as long for a step.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+        return loss
+
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        state, gradient = self.state[parameter], parameter.grad
+        assert gradient is not None
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        average = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
+        update = gradient.lerp(average, group["momentum"]) if group["nesterov"] else average
+        update = _orthogonal(update.float(), group["ns_coefficients"], group["ns_steps"], group["eps"])
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        # Scaled to the root mean square of AdamW's updates (arXiv 2502.16982, section 2.2).
+        parameter.add_(update, alpha=-group["lr"] * 0.2 * max(parameter.shape) ** 0.5)
+
+
+def _orthogonal(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """The nearest matrix with orthonormal rows or columns, roughly: singular values go to about 1."""
+    first, third, fifth = coefficients
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if tall else matrix
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=third, alpha=fifth), x, beta=first)
+    return x.T if tall else x
 
 
 def make_optimizers(head: nn.Module, config: OptimizerConfig) -> list[torch.optim.Optimizer]:
@@ -23,10 +67,9 @@ def make_optimizers(head: nn.Module, config: OptimizerConfig) -> list[torch.opti
             torch.optim.AdamW(others, lr=config.learning_rate, betas=config.betas, weight_decay=config.weight_decay)
         )
     if matrices:
+        muon = torch.optim.Muon if computes_in(torch.bfloat16, matrices[0].device) else Float32Muon
         optimizers.append(
-            torch.optim.Muon(
-                matrices, lr=config.learning_rate, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
-            )
+            muon(matrices, lr=config.learning_rate, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
         )
     return optimizers
 
