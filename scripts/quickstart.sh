@@ -32,7 +32,7 @@ results=$output
 answer_options=(--samples 3 --max-new-tokens 192) compare_options=(--max-new-tokens 128)
 if $fast; then
     results=$output/fast # kept apart, so that a full run never takes over what a fast one made
-    answer_options=(--limit 210 --max-new-tokens 96)
+    answer_options=(--limit 140 --max-new-tokens 96)
     compare_options=(--limit 7 --max-new-tokens 64)
 fi
 mkdir -p "$results"
@@ -88,18 +88,19 @@ echo "$target" >"$results/.target"
 if [[ -d $target ]]; then export HF_HUB_OFFLINE=1; fi # everything is local from here on
 
 train_options=(--target "$target" --data.train "$results/answers.jsonl" --features.cache "$results/features")
-if $fast; then train_options+=(--steps 40); fi
+head_options=("${train_options[@]}") draft_model_options=("${train_options[@]}")
+if $fast; then head_options+=(--steps 40) draft_model_options+=(--steps 15); fi
 
 say 3 "the target answers the training prompts"
 once answers "$results/answers.jsonl" $specheads regenerate --target "$target" --prompts scripts/quickstart_prompts.jsonl \
     --output "$results/answers.jsonl" --features "$results/features" --batch-size 96 "${answer_options[@]}"
 
 say 4 "training a draft head on the answers"
-once head "$results/eagle3/head" $specheads train --config configs/quickstart-eagle3.yaml "${train_options[@]}" \
+once head "$results/eagle3/head" $specheads train --config configs/quickstart-eagle3.yaml "${head_options[@]}" \
     --output_dir "$results/eagle3"
 
 say 5 "training a separate draft model on the same answers"
-once draft-model "$results/draft-model/head" $specheads train --config configs/quickstart-draft-model.yaml "${train_options[@]}" \
+once draft-model "$results/draft-model/head" $specheads train --config configs/quickstart-draft-model.yaml "${draft_model_options[@]}" \
     --output_dir "$results/draft-model"
 
 say 6 "comparing plain decoding, prompt lookup, the separate model and the head (keep the machine idle)"
