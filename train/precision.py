@@ -25,7 +25,7 @@ def widen(target: TargetModel) -> None:
     """Go over to float32, and say so, where the target's device has no instructions for its dtype."""
     if not computes_in(target.dtype, target.device):
         name = str(target.dtype).removeprefix("torch.")
-        tqdm.write(f"this {target.device.type} has no {name} instructions: the target computes in float32")
+        tqdm.write(f"this {target.device.type.upper()} has no {name} instructions: the target computes in float32")
         target.model.to(torch.float32)
 
 
