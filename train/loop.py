@@ -53,7 +53,7 @@ def train(config: TrainConfig) -> TrainResult | None:
         UserError: whatever in the configuration or the data does not fit.
     """
     output = _make_folder(Path(config.output_dir))
-    precision = autocast_precision(config.precision, PartialState().default_device)
+    precision = autocast_precision(config.precision, PartialState().device)
     config = config.model_copy(update={"precision": precision})
     accelerator = Accelerator(
         mixed_precision=precision, log_with=list(config.trackers) or None, project_dir=str(output)
