@@ -131,7 +131,7 @@ def regenerate(
     settings = AnswerSettings(**options)
     if tap_layers is not None and features is None:
         raise UserError(f"tap-layers {tap_layers} is of no use without --features DIR")
-    model = _load_target(target, dtype, device, trust_remote_code)
+    model = _load_target(target, dtype, device, trust_remote_code, pack=dtype != "auto")
     if dtype == "auto":
         widen(model)
     store = None if features is None else FeatureStore(Path(features), model, _taps(model, tap_layers))
@@ -291,7 +291,9 @@ def heads() -> None:
         click.echo(f"{name:<12} {summary}")
 
 
-def _load_target(name: str, dtype: str, device: str | None, trust_remote_code: bool) -> "TargetModel":
+def _load_target(
+    name: str, dtype: str, device: str | None, trust_remote_code: bool, *, pack: bool = True
+) -> "TargetModel":
     import torch
     from transformers.utils import logging
 
@@ -305,7 +307,7 @@ def _load_target(name: str, dtype: str, device: str | None, trust_remote_code: b
         torch.empty(0, device=place)
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"device is {place!r}, which this machine does not have; use cpu, or leave it out") from error
-    return TargetModel.load(name, dtype=dtype, device=place, trust_remote_code=trust_remote_code)
+    return TargetModel.load(name, dtype=dtype, device=place, trust_remote_code=trust_remote_code, pack=pack)
 
 
 def _taps(target: "TargetModel", text: str | None) -> list[int]:

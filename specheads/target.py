@@ -20,6 +20,8 @@ from transformers.cache_utils import Cache
 
 from specheads.errors import UserError
 from specheads.layers import FewRowsLinear
+from specheads.packed import pack as pack_layers
+from specheads.packed import packed_bytes
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,13 @@ class TargetModel:
         device: str | torch.device | None = None,
         trust_remote_code: bool = False,
         attn_implementation: str | None = None,
+        pack: bool = True,
         what: str = "target",
     ) -> "TargetModel":
         """Load a target and its tokenizer from a local folder or a hub name; `what` it is opens error messages.
+
+        With `pack` a target in bfloat16 or float16 on a CPU without instructions for it computes from packed weights,
+        so that a pass over a few tokens costs little more than one over one; it cannot be trained then.
 
         Raises:
             UserError: there is no such model, or transformers cannot load it.
@@ -95,7 +101,11 @@ class TargetModel:
         for module in model.modules():
             if type(module) is nn.Linear:  # the same weights, verified several rows at a time
                 module.__class__ = FewRowsLinear
-        return cls(model.to(device) if device is not None else model, tokenizer)
+        if device is not None:
+            model = model.to(device)
+        if pack:
+            pack_layers(model)
+        return cls(model, tokenizer)
 
     @classmethod
     def wrap(
@@ -128,8 +138,8 @@ class TargetModel:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all parameters, shared ones counted once."""
-        return sum(parameter.nbytes for parameter in self.model.parameters())
+        """Bytes of all parameters, shared ones counted once, and of packed weights."""
+        return sum(parameter.nbytes for parameter in self.model.parameters()) + packed_bytes(self.model)
 
     @property
     def fingerprint(self) -> dict[str, Any]:

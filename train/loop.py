@@ -66,6 +66,7 @@ def train(config: TrainConfig) -> TrainResult | None:
         dtype=config.target_dtype,
         device=accelerator.device,
         trust_remote_code=config.trust_remote_code,
+        pack=config.target_dtype != "auto",
     )
     if config.target_dtype == "auto":
         widen(target)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from transformers import get_scheduler
 
+from specheads.precision import computes_in
 from specheads.train.config import OptimizerConfig
-from specheads.train.precision import computes_in
 
 
 class Float32Muon(torch.optim.Muon):

@@ -1,24 +1,11 @@
 """Number formats by machine: training and answering read many tokens at once, which a CPU without instructions for
 bfloat16 does several times more slowly in it than in float32. Decoding reads few and is left as it was asked for."""
 
-from typing import Any
-
 import torch
 from tqdm import tqdm
 
+from specheads.precision import computes_in
 from specheads.target import TargetModel
-
-
-def computes_in(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the device has instructions for matrix products in `dtype`."""
-    mkldnn: Any = torch.ops.mkldnn
-    if device.type == "cuda" and dtype is torch.bfloat16:
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    if device.type == "cpu" and dtype is torch.bfloat16:
-        return bool(mkldnn._is_mkldnn_bf16_supported())
-    if device.type == "cpu" and dtype is torch.float16:
-        return bool(mkldnn._is_mkldnn_fp16_supported())
-    return True
 
 
 def widen(target: TargetModel) -> None:

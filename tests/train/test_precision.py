@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+from specheads.precision import computes_in
 from specheads.target import TargetModel
 from specheads.train import precision
-from specheads.train.precision import autocast_precision, computes_in, widen
+from specheads.train.precision import autocast_precision, widen
 
 CPU = torch.device("cpu")
 
