@@ -9,11 +9,15 @@ from transformers import get_scheduler
 from specheads.precision import computes_in
 from specheads.train.config import OptimizerConfig
 
+# Odd polynomials a x + b x^3 + c x^5, each nearest to 1 on what the one before made of [0.01, 1]; together they give
+# [0.73, 1.27] (Polar Express, arXiv 2505.16932, section 3). Torch's single polynomial takes five steps for as much.
+_NEAREST_TO_ONE = ((8.0934, -23.6204, 17.4462), (3.6366, -2.7219, 0.5365), (2.6613, -1.9772, 0.4526))
+
 
 class Float32Muon(torch.optim.Muon):
-    """torch's Muon with its Newton-Schulz iteration in float32.
+    """Muon that orthogonalises in float32, in three steps.
 
-    Torch iterates in bfloat16 on any device; a CPU without instructions for it takes forty times as long for a step.
+    Torch takes five in bfloat16 on any device; a CPU without instructions for it takes forty times as long for a step.
     """
 
     @torch.no_grad()
@@ -35,19 +39,18 @@ class Float32Muon(torch.optim.Muon):
             state["momentum_buffer"] = torch.zeros_like(gradient)
         average = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
         update = gradient.lerp(average, group["momentum"]) if group["nesterov"] else average
-        update = _orthogonal(update.float(), group["ns_coefficients"], group["ns_steps"], group["eps"])
+        update = orthogonalise(update.float(), group["eps"])
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         # Scaled to the root mean square of AdamW's updates (arXiv 2502.16982, section 2.2).
         parameter.add_(update, alpha=-group["lr"] * 0.2 * max(parameter.shape) ** 0.5)
 
 
-def _orthogonal(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """The nearest matrix with orthonormal rows or columns, roughly: singular values go to about 1."""
-    first, third, fifth = coefficients
+def orthogonalise(matrix: Tensor, eps: float = 1e-7) -> Tensor:
+    """Singular values from a hundredth of the matrix's norm upwards go to 1 +- 0.27, smaller ones grow 78-fold."""
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix
     x = x / x.norm().clamp(min=eps)
-    for _ in range(steps):
+    for first, third, fifth in _NEAREST_TO_ONE:
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=third, alpha=fifth), x, beta=first)
     return x.T if tall else x
