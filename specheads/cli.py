@@ -175,6 +175,7 @@ def train(ctx: click.Context, config: str) -> None:
 @click.option("--head", "heads", multiple=True, metavar="H", help="Draft with this head.")
 @click.option("--draft-model", "draft_models", multiple=True, metavar="D", help="Draft with this separate model.")
 @click.option("--lookup", is_flag=True, help="Draft by looking up n-grams in the text so far.")
+@click.option("--cascade", is_flag=True, help="Lookup first; where it finds nothing, the head or model drafts.")
 @click.option("--prompt", default=None, help="One prompt.")
 @click.option("--prompts", default=None, metavar="FILE", help="JSON Lines with turns, prompt or messages.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a prompt.")
@@ -187,6 +188,7 @@ def generate(
     heads: tuple[str, ...],
     draft_models: tuple[str, ...],
     lookup: bool,
+    cascade: bool,
     prompt: str | None,
     prompts: str | None,
     as_json: bool,
@@ -208,8 +210,8 @@ def generate(
 
     chosen = read_prompts(prompts, limit) if prompts else [parse_prompt({"prompt": prompt}, number=1, where="--prompt")]
     model = _load_target(target, dtype, device, trust_remote_code)
-    drafters = _drafters(model, heads, draft_models, lookup, trust_remote_code) or [NoDrafter()]
-    for line in generate_texts(model, drafters[0], chosen, settings):
+    drafters = _drafters(model, heads, draft_models, lookup, cascade, trust_remote_code) or [NoDrafter()]
+    for line in generate_texts(model, drafters[-1], chosen, settings):
         click.echo(json.dumps(line, ensure_ascii=False) if as_json else line["text"])
 
 
@@ -218,6 +220,7 @@ def generate(
 @click.option("--head", "heads", multiple=True, metavar="H", help="A head; may be given several times.")
 @click.option("--draft-model", "draft_models", multiple=True, metavar="D", help="A separate model; several times.")
 @click.option("--lookup", is_flag=True, help="Also lookup of n-grams in the text so far.")
+@click.option("--cascade", is_flag=True, help="Also lookup with each head or model where it finds nothing.")
 @click.option("--prompts", required=True, metavar="FILE", help="JSON Lines with turns, prompt or messages.")
 @click.option("--output", required=True, metavar="DIR", help="Gets results.json, report.html and records.jsonl.")
 @_decoding_options
@@ -229,6 +232,7 @@ def compare(
     heads: tuple[str, ...],
     draft_models: tuple[str, ...],
     lookup: bool,
+    cascade: bool,
     prompts: str,
     output: str,
     limit: int | None,
@@ -243,7 +247,7 @@ def compare(
 
     chosen = read_prompts(prompts, limit)
     model = _load_target(target, dtype, device, trust_remote_code)
-    drafters = _drafters(model, heads, draft_models, lookup, trust_remote_code)
+    drafters = _drafters(model, heads, draft_models, lookup, cascade, trust_remote_code)
     if not drafters:
         raise UserError("no drafter to compare with; give --head, --draft-model or --lookup")
     try:
@@ -334,11 +338,19 @@ def _settings(draft_length: str, **decoding: Any) -> "DecodeSettings":
 
 
 def _drafters(
-    target: "TargetModel", heads: tuple[str, ...], models: tuple[str, ...], lookup: bool, trust_remote_code: bool
+    target: "TargetModel",
+    heads: tuple[str, ...],
+    models: tuple[str, ...],
+    lookup: bool,
+    cascade: bool,
+    trust_remote_code: bool,
 ) -> "list[Drafter]":
-    """Drafters in the order lookup, separate models, heads, each named after its folder."""
+    """Drafters in the order lookup, separate models, heads, each named after its folder, and cascades of these."""
+    if cascade and not heads and not models:
+        raise UserError("--cascade has nothing to turn to where lookup finds nothing; give --head or --draft-model too")
+
     from specheads.checkpoint import load_head
-    from specheads.inference import HeadDrafter, LookupDrafter, ModelDrafter
+    from specheads.inference import CascadeDrafter, HeadDrafter, LookupDrafter, ModelDrafter
     from specheads.target import TargetModel
 
     drafters: list[Drafter] = [LookupDrafter()] if lookup else []
@@ -357,6 +369,8 @@ def _drafters(
         head.bind(target)
         drafters.append(HeadDrafter(head))
         drafters[-1].name = _short_name(name)
+    if cascade:
+        drafters.extend(CascadeDrafter([LookupDrafter(), drafter]) for drafter in drafters[lookup:])
     return drafters
 
 

@@ -111,13 +111,14 @@ def test_inspect_says_what_a_head_is(head_folders: dict[str, Path], tiny_target_
         assert re.search(part, result.stdout.replace("drafts at most    4", "at most 4")), part
 
 
-@pytest.mark.parametrize("kind", ["none", "lookup", "eagle3", "medusa", "draft_model"])
+@pytest.mark.parametrize("kind", ["none", "lookup", "eagle3", "medusa", "draft_model", "cascade"])
 def test_generate_prints_one_object_a_prompt(
     kind: str, head_folders: dict[str, Path], tiny_target_folder: Path, prompts_file: Path
 ) -> None:
     options: dict[str, list[str | Path]] = {"none": [], "lookup": ["--lookup"]}
     options |= {name: ["--head", head_folders[name]] for name in ("eagle3", "medusa")}
     options["draft_model"] = ["--draft-model", head_folders["draft_model"]]
+    options["cascade"] = ["--cascade", *options["eagle3"]]
     common = ["generate", "--target", tiny_target_folder, "--prompts", prompts_file, "--json", "--max-new-tokens", "9"]
     plain = run(*common)
     drafted = run(*common, *options[kind], "--draft-length", "auto" if kind == "none" else "3")
@@ -128,7 +129,7 @@ def test_generate_prints_one_object_a_prompt(
         assert set(line) == LINE_KEYS
         assert line["token_ids"] == other["token_ids"]
         assert line["new_tokens"] == len(line["token_ids"])
-    if kind in ("eagle3", "medusa", "draft_model"):
+    if kind in ("eagle3", "medusa", "draft_model", "cascade"):
         assert sum(line["drafted"] for line in lines) > 0
 
 
@@ -155,18 +156,19 @@ def test_compare_writes_what_the_design_fixes(
 ) -> None:
     output = tmp_path / "out"
     command = ["compare", "--target", tiny_target_folder, "--head", head_folders["eagle3"], "--lookup"]
-    command += ["--draft-model", head_folders["draft_model"], "--prompts", prompts_file, "--output", output]
-    command += ["--max-new-tokens", "8"]
+    command += ["--draft-model", head_folders["draft_model"], "--cascade", "--prompts", prompts_file]
+    command += ["--output", output, "--max-new-tokens", "8"]
     result = run(*command)
     assert result.exit_code == 0, result.output
     results = json.loads((output / "results.json").read_text())
     assert {"environment", "target", "settings", "runs"} <= set(results)
-    assert [entry["drafter"] for entry in results["runs"]] == ["none", "lookup", "model", "head"]
+    assert [entry["drafter"] for entry in results["runs"]] == ["none", "lookup", "model", "head"] + 2 * ["cascade"]
     for entry in results["runs"]:
         assert set(entry) >= RUN_KEYS
         assert entry["identical_to_plain"] == 1
         assert set(entry["categories"]) == {"kind a", "kind b", "kind c"}
-    plain, _, model, head = results["runs"]
+    plain, _, model, head, _, with_head = results["runs"]
+    assert with_head["name"] == f"lookup+{head['name']}"
     assert plain["speedup"] == 1
     assert plain["extra_memory_bytes"] == 0
     assert model["extra_memory_bytes"] > head["extra_memory_bytes"] > 0
@@ -324,6 +326,7 @@ def test_a_target_without_chat_template_wants_raw(
         (["--seed", "-1"], ["seed is -1"]),
         (["--draft-model", "nowhere"], ["draft model 'nowhere' cannot be loaded"]),
         (["--lookup", "--draft-model", "x"], ["more than one drafter"]),
+        (["--lookup", "--cascade"], ["--cascade has nothing", "--head or --draft-model"]),
         (["--prompts", "x"], ["either --prompt"]),
         (["--limit", "1"], ["--limit is for a file of prompts"]),
         (["--no-such-option"], ["--no-such-option"]),
