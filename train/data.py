@@ -190,17 +190,17 @@ def digest(examples: Sequence[Example]) -> str:
     return hasher.hexdigest()
 
 
-def token_counts(examples: Sequence[Example], vocab_size: int) -> npt.NDArray[np.int64]:
-    """How often each token id is counted, shape (vocab_size,): what a draft vocabulary is chosen from.
+def token_counts(examples: Sequence[Example], vocab_size: int, *, counted: bool = True) -> npt.NDArray[np.int64]:
+    """How often each token id is counted (or, with `counted` False, stands where nothing is), shape (vocab_size,).
 
     Raises:
         UserError: an id that does not fit the vocabulary.
     """
-    counted = np.concatenate([example.ids[example.loss_mask] for example in examples])
-    highest = int(counted.max(initial=0))
+    ids = np.concatenate([example.ids[example.loss_mask == counted] for example in examples])
+    highest = int(ids.max(initial=0))
     if highest >= vocab_size:
         raise UserError(
             f"the data has token id {highest}, the target's vocabulary has {vocab_size} tokens; "
             "use the target's own tokenizer and answers"
         )
-    return np.bincount(counted, minlength=vocab_size)
+    return np.bincount(ids, minlength=vocab_size)

@@ -318,6 +318,7 @@ def test_digest_sees_ids_masks_names_and_borders() -> None:
 
 def test_token_counts_are_of_counted_tokens() -> None:
     assert token_counts(examples(3), 6).tolist() == [0, 1, 2, 2, 1, 0]
+    assert token_counts(examples(3), 6, counted=False).tolist() == [1, 1, 1, 0, 0, 0]
     with pytest.raises(UserError, match="token id 4, the target's vocabulary has 4"):
         token_counts(examples(3), 4)
 
