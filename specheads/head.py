@@ -41,6 +41,7 @@ class HeadInputs:
         position_ids_BL: position of each token in its document.
         document_BL: number of the document in the row, -1 for padding.
         loss_mask_BL: True where the token is part of an answer.
+        deep_BL: True at the rows that are read at depths beyond the first; a head need not compute others. None: all.
     """
 
     ids_BL: Tensor
@@ -49,6 +50,7 @@ class HeadInputs:
     position_ids_BL: Tensor
     document_BL: Tensor
     loss_mask_BL: Tensor
+    deep_BL: Tensor | None = None
 
     def ids_ahead(self, distance: int) -> Tensor:
         """Token t+distance at place t, (B, L); zeros past the row's end."""
@@ -60,7 +62,7 @@ class HeadInputs:
         return same_BLL.tril()[:, None]
 
     def to(self, device: torch.device) -> "HeadInputs":
-        return HeadInputs(**{name: tensor.to(device) for name, tensor in vars(self).items()})
+        return HeadInputs(**{name: None if x is None else x.to(device) for name, x in vars(self).items()})
 
 
 def shift_left(values: Tensor, distance: int) -> Tensor:

@@ -135,6 +135,31 @@ class RotaryAttention(nn.Module):
         return self.o_proj(out_BHLW.transpose(1, 2).flatten(2))
 
 
+class Places:
+    """Some positions of each row, moved side by side: M of L. Rows that have fewer are filled up with position 0."""
+
+    def __init__(self, chosen_BL: Tensor) -> None:
+        rows, length = chosen_BL.shape
+        counts_B = chosen_BL.sum(1)
+        order_BM = chosen_BL.byte().argsort(dim=1, descending=True, stable=True)[:, : max(int(counts_B.max()), 1)]
+        ranks_M = torch.arange(order_BM.shape[1], device=chosen_BL.device)
+        starts_B1 = length * torch.arange(rows, device=chosen_BL.device)[:, None]
+        self.shape_BL = chosen_BL.shape
+        self._real_N = (ranks_M < counts_B[:, None]).flatten()
+        self._flat_BM = torch.where(ranks_M < counts_B[:, None], order_BM, 0) + starts_B1
+
+    def take(self, x_BL: Tensor) -> Tensor:
+        """(B, L, ...) to (B, M, ...)."""
+        return x_BL.flatten(0, 1).index_select(0, self._flat_BM.flatten()).unflatten(0, self._flat_BM.shape)
+
+    def put_back(self, x_BM: Tensor) -> Tensor:
+        """(B, M, ...) to (B, L, ...), zeros at the positions that were not chosen."""
+        rows, length = self.shape_BL
+        everywhere = x_BM.new_zeros(rows * length, *x_BM.shape[2:])
+        chosen = x_BM.flatten(0, 1)[self._real_N]
+        return everywhere.index_copy(0, self._flat_BM.flatten()[self._real_N], chosen).unflatten(0, self.shape_BL)
+
+
 class KeyValueBuffers:
     """Keys and values of one attention layer of a head while it drafts."""
 

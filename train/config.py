@@ -35,14 +35,16 @@ class FeaturesConfig(Strict):
 
 class LossConfig(Strict):
     """kind: see train/losses.py; depth: tokens drafted in a row while training (a head that can draft only so many is
-    trained at all of them); depth_decay: weight of depth k is
-    depth_decay^(k-1); feature_weight: of the relative squared error to the target's own final hidden state."""
+    trained at all of them); depth_decay: weight of depth k is depth_decay^(k-1); feature_weight: of the relative
+    squared error to the target's own final hidden state; feature_positions: "answers", where tokens count, or "all",
+    at depth 1 in the prompts as well: their states are there, and no answer had to be computed for them."""
 
     kind: str = "kl"
     lk_eta: float = Field(default=3.0, gt=0)
     depth: int = Field(default=3, ge=1)
     depth_decay: float = Field(default=0.8, gt=0, le=1)
     feature_weight: float = Field(default=0.0, ge=0)
+    feature_positions: Literal["answers", "all"] = "answers"
     chunk: int = Field(default=512, ge=1)
 
     @field_validator("kind")

@@ -45,18 +45,18 @@ class LossSums:
 
 @dataclass(frozen=True)
 class Rows:
-    """What a loss sees of n positions: log p and log q over the draft vocabulary, and where the label stands in it.
+    """What a loss sees of n positions: p and log q over the draft vocabulary, and where the label stands in it.
 
     `label_n` holds an index into the draft vocabulary, or -1 for a label outside it.
     """
 
-    logp_nV: Tensor
+    p_nV: Tensor
     logq_nV: Tensor
     label_n: Tensor
     eta: float
 
     def alpha_n(self) -> Tensor:
-        return torch.minimum(self.logp_nV.exp(), self.logq_nV.exp()).sum(-1)
+        return torch.minimum(self.p_nV, self.logq_nV.exp()).sum(-1)
 
 
 def cross_entropy(rows: Rows) -> Tensor:
@@ -65,9 +65,9 @@ def cross_entropy(rows: Rows) -> Tensor:
 
 
 def kl_divergence(rows: Rows) -> Tensor:
-    p_nV = rows.logp_nV.exp()
-    # Where p is 0 its logarithm is -inf: the term is 0, not NaN.
-    return torch.where(p_nV > 0, p_nV * (rows.logp_nV - rows.logq_nV), 0.0).sum(-1)
+    p_nV = rows.p_nV
+    # Where p is 0 its logarithm, and that of a masked q, are -inf: the terms are 0, not NaN.
+    return -torch.special.entr(p_nV).sum(-1) - torch.where(p_nV > 0, p_nV * rows.logq_nV, 0.0).sum(-1)
 
 
 def total_variation(rows: Rows) -> Tensor:
@@ -140,13 +140,11 @@ def draft_loss(
 
     def sums(hidden_nD: Tensor, teacher_hidden_nD: Tensor, labels_n: Tensor, *known_n: Tensor | None) -> Tensor:
         with torch.no_grad():
-            logp_nV, argmax_n = _teacher_log_probs(
-                teacher_hidden_nD, teacher, draft_vocab_ids, teacher_draft_rows, *known_n
-            )
+            p_nV, argmax_n = _teacher_probs(teacher_hidden_nD, teacher, draft_vocab_ids, teacher_draft_rows, *known_n)
         logq_nV = _wide(project(hidden_nD)).log_softmax(-1)
-        if logq_nV.shape != logp_nV.shape:
-            raise ValueError(f"draft logits {tuple(logq_nV.shape)}, target {tuple(logp_nV.shape)}: other vocabularies")
-        rows = Rows(logp_nV, logq_nV, _draft_labels(labels_n, draft_vocab_ids), lk_eta)
+        if logq_nV.shape != p_nV.shape:
+            raise ValueError(f"draft logits {tuple(logq_nV.shape)}, target {tuple(p_nV.shape)}: other vocabularies")
+        rows = Rows(p_nV, logq_nV, _draft_labels(labels_n, draft_vocab_ids), lk_eta)
         with torch.no_grad():
             picked_n = logq_nV.argmax(-1)
             picked_n = picked_n if draft_vocab_ids is None else draft_vocab_ids[picked_n]
@@ -242,7 +240,7 @@ def expected_tokens(alpha_by_depth: Sequence[float]) -> float:
     return total
 
 
-def _teacher_log_probs(
+def _teacher_probs(
     hidden_nD: Tensor,
     teacher: Projection,
     draft_vocab_ids: Tensor | None,
@@ -250,13 +248,13 @@ def _teacher_log_probs(
     logsumexp_n: Tensor | None,
     argmax_n: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """log p over the draft vocabulary, under the full vocabulary's denominator, and the target's argmax where known."""
+    """p over the draft vocabulary, under the full vocabulary's denominator, and the target's argmax where known."""
     if draft_rows is not None and logsumexp_n is not None:
-        return _wide(draft_rows(hidden_nD)) - logsumexp_n[:, None], argmax_n
+        return (_wide(draft_rows(hidden_nD)) - logsumexp_n[:, None]).exp(), argmax_n
     logits_nV = _wide(teacher(hidden_nD))
     logsumexp_n, argmax_n = logits_nV.logsumexp(-1), logits_nV.argmax(-1)
     kept_nV = logits_nV if draft_vocab_ids is None else logits_nV[:, draft_vocab_ids]
-    return kept_nV - logsumexp_n[:, None], argmax_n
+    return (kept_nV - logsumexp_n[:, None]).exp(), argmax_n
 
 
 def _draft_labels(labels_n: Tensor, draft_vocab_ids: Tensor | None) -> Tensor:

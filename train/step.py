@@ -5,13 +5,13 @@ gathered before anything is projected to the vocabulary. Legend: N counted posit
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from specheads.head import DraftHead, shift_left
+from specheads.head import DraftHead, HeadInputs, shift_left
 from specheads.train.config import LossConfig
 from specheads.train.features import FeatureBatch
 from specheads.train.losses import depth_weights, draft_loss, feature_loss
@@ -24,6 +24,14 @@ def counted_rows(loss_mask_BL: Tensor, document_BL: Tensor, depth: int) -> Tenso
     return (
         shift_left(loss_mask_BL, ahead) & (document_BL == shift_left(document_BL + 1, ahead) - 1) & (document_BL >= 0)
     )
+
+
+def _deep_rows(inputs: HeadInputs, depth: int) -> Tensor:
+    """True at the rows from which a counted token is predicted at depth 2 or beyond; (B, L)."""
+    rows_BL = torch.zeros_like(inputs.loss_mask_BL)
+    for each in range(2, depth + 1):
+        rows_BL |= counted_rows(inputs.loss_mask_BL, inputs.document_BL, each)
+    return rows_BL
 
 
 @dataclass(frozen=True)
@@ -51,7 +59,8 @@ class TrainingStep(nn.Module):
 
     def forward(self, batch: FeatureBatch, counts: Sequence[int]) -> StepResult:
         """`counts`: counted positions by depth of the whole batch that this is a part of."""
-        inputs, head, config = batch.inputs, self.head, self.config
+        head, config = self.head, self.config
+        inputs = replace(batch.inputs, deep_BL=_deep_rows(batch.inputs, config.depth))
         hidden_by_depth = head(inputs, config.depth)
         norm = sum(self.weights)
         loss, sums = hidden_by_depth[0].new_zeros((), dtype=torch.float32), []
@@ -79,6 +88,11 @@ class TrainingStep(nn.Module):
             )
             total = part.loss
             if config.feature_weight:
+                if config.feature_positions == "all" and depth == 1:
+                    every_BL = torch.ones_like(inputs.loss_mask_BL)
+                    row_N, place_N = counted_rows(every_BL, inputs.document_BL, depth).nonzero(as_tuple=True)
+                    hidden_ND = hidden_BLD[row_N, place_N]
+                    teacher_ND = inputs.last_hidden_BLD[row_N, place_N + depth]
                 total = total + config.feature_weight * feature_loss(hidden_ND, teacher_ND)
             loss = loss + weight / norm * total / max(count, 1)
             sums.append(torch.stack([part.alpha_sum, part.accuracy_sum, part.alpha_sum.new_tensor(part.count)]))

@@ -22,6 +22,7 @@ from specheads.layers import (
     GatedMLP,
     KeyValueBuffers,
     Linear,
+    Places,
     RMSNorm,
     RotaryAttention,
     RotaryTable,
@@ -138,17 +139,24 @@ class Eagle3Head(DraftHead):
         return normed, normed if self.config.norm_feedback else hidden_BLD
 
     def forward(self, inputs: HeadInputs, depth: int) -> list[Tensor]:
-        mask, outputs = inputs.causal_mask(), []
-        feedback = self.fuse(inputs.taps_BLTD)
+        mask, positions, outputs = inputs.causal_mask(), inputs.position_ids_BL, []
+        feedback, places = self.fuse(inputs.taps_BLTD), None
         memories: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.layers]
         for step in range(depth):
-            embedded = self.embedding_norm(self.embed(inputs.ids_ahead(step + 1)))
-            rotation = rotary(inputs.position_ids_BL + step, self.config.head_dim, self.config.rope_theta)
+            ids = inputs.ids_ahead(step + 1)
+            if step == 1 and inputs.deep_BL is not None:
+                places = Places(inputs.deep_BL)
+                feedback, positions = places.take(feedback), places.take(positions)
+                mask = places.take(mask[:, 0])[:, None]  # its rows are the queries; all keys of step 0 stay
+            if places is not None:
+                ids = places.take(ids)
+            embedded = self.embedding_norm(self.embed(ids))
+            rotation = rotary(positions + step, self.config.head_dim, self.config.rope_theta)
             hidden = feedback
             for layer, memory in zip(self.layers, memories, strict=True):
                 hidden = layer.train_step(embedded, hidden, rotation, mask, memory)
             output, feedback = self._output(hidden)
-            outputs.append(output)
+            outputs.append(output if places is None else places.put_back(output))
         return outputs
 
     def project(self, hidden: Tensor, depth: int) -> Tensor:

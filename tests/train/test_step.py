@@ -1,5 +1,6 @@
 """One training step against loops written out: which positions count, which teacher and label each depth uses."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -124,10 +125,14 @@ def by_hand(head: DraftHead, rows: PackedRows, chosen: list[int], config: LossCo
             sums[depth - 1, 0] += sum(min(float(p[x]), share) for x, share in zip(ids, q.tolist(), strict=True))
             sums[depth - 1, 1] += float(ids[int(q.argmax())] == int(p.argmax()))
             sums[depth - 1, 2] += 1
-            if config.feature_weight:
-                teacher = target.states(document[None, :label_place])[1][0, -1]
-                far = (hidden_by_depth[depth - 1][b, t] - teacher).square().sum() / teacher.square().sum()
-                total = total + config.feature_weight * far
+        anywhere = dataclasses.replace(rows, loss_mask_RL=np.ones_like(rows.loss_mask_RL))
+        regressed = places(anywhere, chosen, depth) if config.feature_positions == "all" and depth == 1 else found
+        for b, t in regressed if config.feature_weight else []:
+            own = (inputs.document_BL[b] == inputs.document_BL[b, t]).nonzero()[:, 0]
+            read = inputs.ids_BL[b, own][None, : t + depth + 1 - int(own[0])]
+            teacher = target.states(read)[1][0, -1]
+            far = (hidden_by_depth[depth - 1][b, t] - teacher).square().sum() / teacher.square().sum()
+            total = total + config.feature_weight * far
         loss = loss + weights[depth - 1] / sum(weights) * total / len(found)
     return loss, sums
 
@@ -140,6 +145,7 @@ def by_hand(head: DraftHead, rows: PackedRows, chosen: list[int], config: LossCo
         ({"draft_vocab_size": len(DRAFT_IDS)}, {"kind": "kl", "depth_decay": 1.0}),
         ({"draft_vocab_size": len(DRAFT_IDS), "projection": "own"}, {"kind": "ce"}),
         ({}, {"kind": "kl", "feature_weight": 0.7}),
+        ({}, {"kind": "kl", "feature_weight": 0.7, "feature_positions": "all"}),
     ],
     ids=str,
 )
@@ -178,7 +184,7 @@ def test_a_medusa_head_by_hand(target: TargetModel, rows: PackedRows) -> None:
 
 def test_parts_of_a_batch_add_up(target: TargetModel, rows: PackedRows) -> None:
     head = make_head(target)
-    step = TrainingStep(head, LossConfig(depth=DEPTH, feature_weight=0.3)).double()
+    step = TrainingStep(head, LossConfig(depth=DEPTH, feature_weight=0.3, feature_positions="all")).double()
     features, whole = LiveFeatures(target, rows, head.tap_layers), [0, 1, 2, 3]
     counts = step.counts(rows, whole)
     parameters = list(head.parameters())
