@@ -62,7 +62,7 @@ class HeadInputs:
         return same_BLL.tril()[:, None]
 
     def to(self, device: torch.device) -> "HeadInputs":
-        return HeadInputs(**{name: None if x is None else x.to(device) for name, x in vars(self).items()})
+        return HeadInputs(**{name: x.to(device) for name, x in vars(self).items() if x is not None})
 
 
 def shift_left(values: Tensor, distance: int) -> Tensor:
