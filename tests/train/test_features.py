@@ -72,7 +72,7 @@ def cache(
 
 
 def tensors(inputs: HeadInputs) -> dict[str, Tensor]:
-    return dict(vars(inputs))
+    return {name: x for name, x in vars(inputs).items() if x is not None}
 
 
 @pytest.mark.parametrize("taps", [TAPS, (2, 0), (1, 3), (3,), ()], ids=str)
